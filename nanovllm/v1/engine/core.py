@@ -1,0 +1,111 @@
+"""The engine's inner loop: schedule, run the model, take in the result.
+
+Upstream: vllm/v1/engine/core.py (0.23.0), merged with its executor, which stands between core and
+worker to spread a model over processes. Left out: data parallelism, structured output, KV
+connectors, the process boundary (EngineCoreProc).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanovllm.v1.core.kv_cache_utils import get_kv_cache_config, get_request_block_hasher
+from nanovllm.v1.core.sched.async_scheduler import AsyncScheduler
+from nanovllm.v1.core.sched.scheduler import Scheduler
+from nanovllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from nanovllm.v1.request import Request, RequestStatus
+from nanovllm.v1.worker.gpu_worker import Worker
+
+if TYPE_CHECKING:
+    from nanovllm.config import VllmConfig
+    from nanovllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class EngineCore:
+    """Scheduler and worker, and the step that joins them.
+
+    `step` is the whole engine in four lines. Everything runs in the caller's thread.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, log_stats: bool = True) -> None:
+        """Load the model, size the KV cache, make the scheduler.
+
+        Raises:
+            VLLMValidationError: the model cannot be loaded, or the KV cache would be too small for
+                one request of full length.
+        """
+        self.vllm_config = vllm_config
+        self.model_executor = Worker(vllm_config)
+        self.model_executor.init_device()
+        self.model_executor.load_model()
+        self.kv_cache_config = self._initialize_kv_caches()
+
+        cache_config = vllm_config.cache_config
+        scheduler_config = vllm_config.scheduler_config
+        scheduler_cls = AsyncScheduler if scheduler_config.async_scheduling else Scheduler
+        self.scheduler = scheduler_cls(scheduler_config, cache_config, log_stats)
+        self.request_block_hasher = (
+            get_request_block_hasher(cache_config.block_size)
+            if cache_config.enable_prefix_caching
+            else None
+        )
+
+    def _initialize_kv_caches(self) -> KVCacheConfig:
+        """Ask the worker what memory is left, and fill it with blocks."""
+        vllm_config = self.vllm_config
+        available_memory = 0
+        if vllm_config.cache_config.num_gpu_blocks_override is None:
+            available_memory = self.model_executor.determine_available_memory()
+        kv_cache_config = get_kv_cache_config(
+            vllm_config, self.model_executor.get_kv_cache_spec(), available_memory
+        )
+        vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+        self.model_executor.initialize_from_config(kv_cache_config)
+        return kv_cache_config
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request. Its prompt's block hashes are computed here."""
+        self.scheduler.add_request(
+            Request.from_engine_core_request(request, self.request_block_hasher)
+        )
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Drop requests; unknown and finished ids are passed over. No output follows."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> EngineCoreOutputs:
+        """Schedule, execute, update.
+
+        If the model fails, every request is ended and the error raised: all of them may have been
+        in the failed batch's blocks.
+        """
+        if not self.scheduler.has_requests():
+            return EngineCoreOutputs()
+        try:
+            scheduler_output = self.scheduler.schedule()
+            model_output = self.model_executor.execute_model(scheduler_output)
+            return self.scheduler.update_from_output(scheduler_output, model_output)
+        except BaseException:
+            self._abandon_all_requests()
+            raise
+
+    def _abandon_all_requests(self) -> None:
+        """Leave a clean engine behind after a failed step.
+
+        Blocks are published for reuse while a step is being scheduled; of a step that failed they
+        hold nothing, so everything cached is forgotten.
+        """
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        self.model_executor.reset()
+        self.scheduler.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False, and nothing done, while requests hold blocks."""
+        return self.scheduler.reset_prefix_cache()
+
+    def has_unfinished_requests(self) -> bool:
+        return self.scheduler.has_unfinished_requests()
+
+    def shutdown(self) -> None:
+        """Let go of the model and the cache."""
+        self.model_executor.shutdown()
