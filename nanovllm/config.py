@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+ROPE_POSITIVE_NUMBERS = {
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+}
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
 
 
@@ -87,7 +97,7 @@ class ModelConfig:
         if rope["rope_type"] == "yarn":
             length = rope["original_max_position_embeddings"]
         if rope["rope_type"] in ("linear", "yarn"):
-            length *= rope.get("factor") or 1.0
+            length *= rope.get("factor", 1.0)
         return int(length)
 
     @property
@@ -183,27 +193,41 @@ def load_hf_config(model: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except Exception as e:
+        # transformers' messages run over several lines and end with advice on upgrading it.
+        reason = " ".join(str(e).split("\n\n")[0].split())
         raise VLLMValidationError(
-            f"config.json of {model!r} cannot be used: {e}", parameter="model", value=model
+            f"config.json of {model!r} cannot be used: {reason}", parameter="model", value=model
         ) from e
 
 
 def get_rope_parameters(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """RoPE's parameters in one form: a flat dict that has at least `rope_type` and `rope_theta`,
-    and `original_max_position_embeddings` for the types that need it.
+    """RoPE's parameters in one form: a flat dict without empty values, with at least `rope_type`
+    and `rope_theta`, and with `original_max_position_embeddings` for the types that need it.
 
     transformers 5 gathers them under `rope_parameters`; older configs have `rope_theta` beside a
     `rope_scaling` dict, whose `rope_type` was once called `type`.
+
+    Raises:
+        VLLMValidationError: a value is not a positive number.
     """
     new, old = (getattr(hf_config, name, None) for name in ("rope_parameters", "rope_scaling"))
-    rope = dict(new or old or {})
-    legacy_type = rope.pop("type", None)
-    rope["rope_type"] = rope.get("rope_type") or legacy_type or "default"
-    rope["rope_theta"] = rope.get("rope_theta") or getattr(hf_config, "rope_theta", None) or 10000.0
+    rope = {name: value for name, value in (new or old or {}).items() if value is not None}
+    legacy_type = rope.pop("type", "default")
+    rope.setdefault("rope_type", legacy_type)
+    rope.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
     if rope["rope_type"] in ("llama3", "yarn"):
         original = "original_max_position_embeddings"
-        length = getattr(hf_config, original, None) or rope.get(original)
-        rope[original] = length or hf_config.max_position_embeddings
+        rope.setdefault(original, hf_config.max_position_embeddings)
+        # Some configs state it beside the dict instead; there it wins, as in transformers.
+        rope[original] = getattr(hf_config, original, None) or rope[original]
+    for name in ROPE_POSITIVE_NUMBERS & rope.keys():
+        value = rope[name]
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise VLLMValidationError(
+                f"RoPE's {name} must be a positive number, but config.json says {value!r}.",
+                parameter=name,
+                value=value,
+            )
     return rope
 
 

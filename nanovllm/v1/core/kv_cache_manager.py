@@ -141,30 +141,30 @@ class KVCacheManager:
         assert num_new_tokens > 0
         computed = new_computed_blocks.blocks if new_computed_blocks is not None else ()
         num_computed_tokens = request.num_computed_tokens + num_new_computed_tokens
-        num_free_blocks = self.block_pool.get_num_free_blocks()
+        num_tokens = min(num_computed_tokens + num_new_tokens, self.max_model_len)
+        req_blocks = self.req_to_blocks.get(request.request_id)
+        num_held = len(computed) if req_blocks is None else len(req_blocks)
+        num_new_blocks = cdiv(num_tokens, self.block_size) - num_held
 
+        num_must_fit = num_new_blocks
         if full_sequence_must_fit:
-            num_tokens = min(request.num_tokens, self.max_model_len)
-            if self._num_blocks_to_allocate(request, num_tokens, computed) > num_free_blocks:
-                return None
-
-        num_tokens_need_slot = min(num_computed_tokens + num_new_tokens, self.max_model_len)
-        if self._num_blocks_to_allocate(request, num_tokens_need_slot, computed) > num_free_blocks:
+            whole = min(request.num_tokens, self.max_model_len)
+            num_must_fit = max(num_new_blocks, cdiv(whole, self.block_size) - num_held)
+        # A hit on a free block costs one as well: touching it takes it off the free queue.
+        num_evictable = sum(block.ref_cnt == 0 for block in computed) if computed else 0
+        if max(num_must_fit, 0) + num_evictable > self.block_pool.get_num_free_blocks():
             return None
 
-        req_blocks = self.req_to_blocks.get(request.request_id)
         if req_blocks is None:
             # Touch the hits before taking new blocks: they may be free, and would be evicted.
             self.block_pool.touch(computed)
             req_blocks = self.req_to_blocks[request.request_id] = list(computed)
             self.num_cached_block[request.request_id] = len(computed)
-        num_new_blocks = cdiv(num_tokens_need_slot, self.block_size) - len(req_blocks)
+        allocated = self.empty_kv_cache_blocks
         if num_new_blocks > 0:
             new_blocks = self.block_pool.get_new_blocks(num_new_blocks)
             req_blocks.extend(new_blocks)
             allocated = KVCacheBlocks(new_blocks)
-        else:
-            allocated = self.empty_kv_cache_blocks
 
         if self.enable_caching:
             # Async scheduling gives tokens to compute that are not known yet; those have no hash.
@@ -172,18 +172,6 @@ class KVCacheManager:
                 request, min(num_computed_tokens + num_new_tokens, request.num_tokens)
             )
         return allocated
-
-    def _num_blocks_to_allocate(
-        self, request: Request, num_tokens: int, new_computed_blocks: Sequence[KVCacheBlock]
-    ) -> int:
-        """Blocks that must leave the free queue for `request` to hold `num_tokens` tokens.
-
-        A hit on a free block costs one as well: being touched takes it off the queue.
-        """
-        num_held = len(self.req_to_blocks.get(request.request_id, ()))
-        num_new = cdiv(num_tokens, self.block_size) - num_held - len(new_computed_blocks)
-        num_evictable = sum(block.ref_cnt == 0 for block in new_computed_blocks)
-        return max(num_new, 0) + num_evictable
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Publish the request's blocks that its first `num_computed_tokens` tokens fill."""

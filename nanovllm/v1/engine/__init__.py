@@ -72,7 +72,7 @@ class EngineCoreEvent:
         return cls(event_type, time.monotonic() if timestamp is None else timestamp)
 
 
-@dataclass
+@dataclass(slots=True)
 class EngineCoreOutput:
     """What one step produced for one request."""
 
