@@ -135,6 +135,11 @@ class BlockPool:
         block.reset_hash()
         return True
 
+    def evict_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Make blocks unfindable, wherever they are: they do not hold what their hash says."""
+        for block in blocks:
+            self._maybe_evict_cached_block(block)
+
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Add one holder to each block (a prefix hit); a free one leaves the free queue."""
         for block in blocks:

@@ -188,7 +188,12 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back the request's blocks, tail first, so that tails are evicted before heads."""
         req_blocks = self.req_to_blocks.pop(request.request_id, [])
-        self.num_cached_block.pop(request.request_id, None)
+        num_cached_blocks = self.num_cached_block.pop(request.request_id, 0)
+        # Preempted by a request that comes after it in the very step that was to fill them (with
+        # priorities): published, never computed. Upstream leaves them, and a later hit reads
+        # garbage.
+        num_computed_blocks = request.num_computed_tokens // self.block_size
+        self.block_pool.evict_blocks(req_blocks[num_computed_blocks:num_cached_blocks])
         self.block_pool.free_blocks(reversed(req_blocks))
 
     def reset_prefix_cache(self) -> bool:

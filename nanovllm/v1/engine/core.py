@@ -7,6 +7,7 @@ connectors, the process boundary (EngineCoreProc).
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from nanovllm.v1.core.kv_cache_utils import get_kv_cache_config, get_request_block_hasher
@@ -18,14 +19,19 @@ from nanovllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
     from nanovllm.config import VllmConfig
+    from nanovllm.v1.core.sched.output import SchedulerOutput
     from nanovllm.v1.kv_cache_interface import KVCacheConfig
+    from nanovllm.v1.outputs import ModelRunnerOutput
 
 
 class EngineCore:
     """Scheduler and worker, and the step that joins them.
 
-    `step` is the whole engine in four lines. Everything runs in the caller's thread.
+    `step` is the whole engine in three lines. Everything runs in the caller's thread.
     """
+
+    # Steps that may be planned before the oldest one's result is taken in (async scheduling).
+    BATCH_QUEUE_SIZE = 2
 
     def __init__(self, vllm_config: VllmConfig, log_stats: bool = True) -> None:
         """Load the model, size the KV cache, make the scheduler.
@@ -48,6 +54,11 @@ class EngineCore:
             get_request_block_hasher(cache_config.block_size)
             if cache_config.enable_prefix_caching
             else None
+        )
+        # Steps planned and started, newest left, oldest right.
+        self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.step_fn = (
+            self.step_with_batch_queue if scheduler_config.async_scheduling else self.step
         )
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
@@ -89,6 +100,36 @@ class EngineCore:
             self._abandon_all_requests()
             raise
 
+    def step_with_batch_queue(self) -> EngineCoreOutputs:
+        """`step`, with the next step planned before this one's result is taken in.
+
+            schedule 1   schedule 2   update 1   schedule 3   update 2   ...
+              run 1 ------->  run 2 ------------->  run 3 ------------->
+
+        On a device that works beside the host, planning hides behind the model. A worker that
+        computes on the CPU has finished when execute_model returns: then nothing overlaps, but the
+        order of decisions, and so every decision, is the same.
+
+        Returns:
+            Nothing in the call that fills the queue; else the oldest step's outputs.
+        """
+        try:
+            if self.scheduler.has_requests():
+                scheduler_output = self.scheduler.schedule()
+                model_output = self.model_executor.execute_model(scheduler_output)
+                self.batch_queue.appendleft((scheduler_output, model_output))
+                if (
+                    len(self.batch_queue) < self.BATCH_QUEUE_SIZE
+                    and self.scheduler.has_requests()
+                ):
+                    return EngineCoreOutputs()
+            if not self.batch_queue:
+                return EngineCoreOutputs()
+            return self.scheduler.update_from_output(*self.batch_queue.pop())
+        except BaseException:
+            self._abandon_all_requests()
+            raise
+
     def _abandon_all_requests(self) -> None:
         """Leave a clean engine behind after a failed step.
 
@@ -96,6 +137,7 @@ class EngineCore:
         hold nothing, so everything cached is forgotten.
         """
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        self.batch_queue.clear()
         self.model_executor.reset()
         self.scheduler.reset_prefix_cache()
 
