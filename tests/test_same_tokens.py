@@ -26,6 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "prefix caching": {"block_size": 4, "max_num_seqs": 3},
     "radix cache": {"block_size": 1, "max_num_seqs": 3, "prefix_cache_backend": "radix"},
     "few blocks": {"block_size": 4},
+    "async scheduling": {"block_size": 4, "async_scheduling": True},
 }
 
 
@@ -46,7 +47,7 @@ def run(
 ) -> Comparison:
     settings = dict(SETTINGS[name])
     max_model_len = longest + outputs
-    if name == "few blocks":
+    if name in ("few blocks", "async scheduling"):
         # One request of full length fits, the batch by far does not.
         settings["num_gpu_blocks_override"] = 2 * -(-max_model_len // settings["block_size"]) + 1
     settings = {"max_num_seqs": 16, "max_model_len": max_model_len} | settings
@@ -54,7 +55,7 @@ def run(
     prompts = make_prompts(num_prompts, hf_model.config.vocab_size, longest)
     result = compare_with_transformers(llm, hf_model, prompts, outputs)
     assert result.num_tokens == num_prompts * outputs
-    if name == "few blocks":
+    if name in ("few blocks", "async scheduling"):
         assert result.num_preemptions > 0, "meant to preempt"
     if name in ("prefix caching", "radix cache"):
         assert result.num_cached_tokens > 0, "meant to hit"
@@ -68,6 +69,13 @@ def test_every_architecture_through_the_whole_engine(name: str, tmp_path: Path) 
     hf_model = save_random_checkpoint(tmp_path, CONFIGS[name])
     run(tmp_path, hf_model, "chunked", num_prompts=6, longest=40, outputs=12)
     run(tmp_path, hf_model, "few blocks", num_prompts=6, longest=40, outputs=12)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_on_one_architecture(name: str, tmp_path: Path) -> None:
+    """Random weights, all that the engine can be put through."""
+    hf_model = save_random_checkpoint(tmp_path, CONFIGS["qwen3"])
+    run(tmp_path, hf_model, name, num_prompts=12, longest=40, outputs=12)
 
 
 @pytest.mark.parametrize("name", ROPES)
