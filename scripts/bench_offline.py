@@ -2,10 +2,10 @@
 
     python scripts/bench_offline.py --engine nanovllm --engine hf
 
-Prompts and outputs have lengths drawn uniformly (seeded) and random tokens; EOS is ignored, so every
-request gives exactly the tokens it was drawn to give. Only those count: what a static batch generates
-past a request's length is waste. transformers is measured with its best static batch size of those
-given: requests sorted by length, left-padded, each batch run to its longest output.
+Prompts and outputs have lengths drawn uniformly (seeded) and random tokens; EOS is ignored, so
+every request gives exactly the tokens it was drawn to give. Only those count: what a static batch
+generates past a request's length is waste. transformers is measured with its best static batch size
+of those given: requests sorted by length, left-padded, each batch run to its longest output.
 
 One JSON line a run, with repetitions interleaved between engines.
 """

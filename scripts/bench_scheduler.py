@@ -3,8 +3,8 @@
     python scripts/bench_scheduler.py                  # ours
     python scripts/bench_scheduler.py --engine vllm --engine nanovllm   # where vllm is importable
 
-No model runs: every request is handed a made-up token. Steps of the engines are interleaved, so that
-both see the same machine; one JSON line an engine, times in milliseconds.
+No model runs: every request is handed a made-up token. Steps of the engines are interleaved, so
+that both see the same machine; one JSON line an engine, times in milliseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare what the whole engine computes with what transformers computes: logits and greedy tokens."""
+"""Compare the whole engine with transformers: logits and greedy tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIE = 1e-5
 
 
 class RecordingSampler(nn.Module):
-    """The engine's sampler; keeps each request's logits by the position of the token they predict."""
+    """The engine's sampler; keeps logits by request and position of the predicted token."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()

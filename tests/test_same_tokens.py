@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from dense_backend import save_random_checkpoint
-from test_models import CONFIGS, ROPES, rope_config
 from same_tokens import Comparison, compare_with_transformers
+from test_models import CONFIGS, ROPES, rope_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanovllm import LLM

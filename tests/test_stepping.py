@@ -53,7 +53,7 @@ def first_line_of_body(function: Callable[..., Any]) -> int:
 
 
 def test_breakpoints_are_hit_in_order_in_one_process_and_thread(tmp_path: Path) -> None:
-    """Two steps of one request on a model of two layers: schedule, prepare, attend twice, sample."""
+    """Two steps on a model of two layers: schedule, prepare, attend twice, sample."""
     save_random_checkpoint(tmp_path, CONFIGS["qwen3"])
     llm = LLM(str(tmp_path), skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
     debugger = Debugger(

@@ -95,7 +95,7 @@ def test_the_replay_notices_a_change_in_any_field() -> None:
 
 
 def test_the_replay_command_reports_and_exits_non_zero(tmp_path: Path) -> None:
-    """A mismatch prints the seed, the operation, expected, got and the pool; one file still counts."""
+    """A mismatch prints seed, operation, expected, got and pool; the rest still counts."""
     trace = load(SCHEDULER)[0]
     update = next(i for i, op in enumerate(trace["ops"]) if op["op"] == "update")
     trace["ops"][update]["num_free_blocks"] = 999
