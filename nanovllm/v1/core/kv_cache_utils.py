@@ -221,7 +221,8 @@ def get_kv_cache_config(
             f"the KV cache has {num_blocks} blocks of {kv_cache_spec.block_size} tokens (one of "
             "them the null block), too few for one request of max_model_len "
             f"{max_model_len}, which needs {num_needed}; the longest that fits is {longest}: "
-            "lower max_model_len to that, or raise num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization.",
+            "lower max_model_len to that, or raise num_gpu_blocks_override, kv_cache_memory_bytes "
+            "or gpu_memory_utilization.",
             parameter="max_model_len",
             value=max_model_len,
         )
