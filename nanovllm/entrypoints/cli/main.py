@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.entrypoints.cli import generate
+from nanovllm.entrypoints.cli import generate, tour, walkthrough
 from nanovllm.exceptions import VLLMValidationError
 
 EXIT_USER_ERROR = 2
@@ -48,6 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     generate.add_parser(subparsers)
+    tour.add_parser(subparsers)
+    walkthrough.add_parser(subparsers)
     return parser
 
 

@@ -1,7 +1,7 @@
 """Every block of the KV cache: which are free, which are held, which can be found by content.
 
 Upstream: vllm/v1/core/block_pool.py (0.23.0)
-Left out: KV-cache groups, event publishing, residency metrics.
+Left out: KV-cache groups, residency metrics.
 """
 
 from __future__ import annotations
@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from nanovllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from nanovllm.v1.core.kv_cache_utils import BlockHash, FreeKVCacheBlockQueue, KVCacheBlock
 
 if TYPE_CHECKING:
@@ -78,7 +84,19 @@ class BlockPool:
     Block 0 is the null block: never handed out, never hashed. Padding in block tables points to it.
     """
 
-    def __init__(self, num_gpu_blocks: int, enable_caching: bool) -> None:
+    def __init__(
+        self,
+        num_gpu_blocks: int,
+        enable_caching: bool,
+        hash_block_size: int = 16,
+        enable_kv_cache_events: bool = False,
+    ) -> None:
+        """
+        Args:
+            hash_block_size: tokens a block; only events ask.
+            enable_kv_cache_events: record stores and evictions for `take_events`. May be set and
+                cleared between steps, which is how a trace begins and ends.
+        """
         self.num_gpu_blocks = num_gpu_blocks
         self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_gpu_blocks)]
@@ -86,6 +104,9 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
+        self.hash_block_size = hash_block_size
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.kv_event_queue: list[KVCacheEvent] = []
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
         """A block with this content, held or free; None on a miss."""
@@ -112,6 +133,17 @@ class BlockPool:
             assert block.block_hash is None and not block.is_null
             block.block_hash = request.block_hashes[i]
             self.cached_block_hash_to_block.insert(block.block_hash, block)
+        if self.enable_kv_cache_events and num_cached_blocks < num_full_blocks:
+            start, end, size = num_cached_blocks, num_full_blocks, self.hash_block_size
+            self.kv_event_queue.append(
+                BlockStored(
+                    block_hashes=request.block_hashes[start:end],
+                    parent_block_hash=request.block_hashes[start - 1] if start else None,
+                    token_ids=request.all_token_ids[start * size : end * size],
+                    block_size=size,
+                    block_ids=[block.block_id for block in blocks[start:end]],
+                )
+            )
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take blocks off the free queue, evicting what they hold.
@@ -132,6 +164,8 @@ class BlockPool:
             return False
         evicted = self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)
         assert evicted is block
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(BlockRemoved([block.block_hash], [block.block_id]))
         block.reset_hash()
         return True
 
@@ -167,7 +201,14 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         for block in self.blocks:
             block.reset_hash()
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(AllBlocksCleared())
         return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, in order."""
+        events, self.kv_event_queue = self.kv_event_queue, []
+        return events
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks

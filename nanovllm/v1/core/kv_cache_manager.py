@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanovllm.distributed.kv_events import KVCacheEvent
 from nanovllm.v1.core.block_pool import BlockPool
 from nanovllm.v1.core.kv_cache_utils import KVCacheBlock, cdiv
 from nanovllm.v1.metrics.stats import PrefixCacheStats
@@ -46,9 +47,10 @@ class KVCacheManager:
                  |<- published under their hashes ->|     (full blocks only)
 
     comp: computed in earlier steps. new_comp: found in the prefix cache just now. new: to be
-    computed in this step. A block is allocated before the tokens that fill it are computed, and for
-    a decoding request before its next token even exists: the step needs a slot to write the key and
-    value of its input token to, and input token n is output token n - 1.
+    computed in this step. Slots are given to a step's input tokens, whose keys and values it will
+    write; the token that it samples gets its slot in the next step, as that one's input. A block is
+    allocated whole when its first slot is needed, so for a decoding request before the tokens that
+    will fill it exist.
 
     Block tables only grow at the end while a request runs (`req_to_blocks`), so the runner is sent
     additions only.
@@ -67,7 +69,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self.log_stats = log_stats
         self.prefix_cache_stats = PrefixCacheStats()
-        self.block_pool = BlockPool(num_gpu_blocks, enable_caching)
+        self.block_pool = BlockPool(num_gpu_blocks, enable_caching, block_size)
         self.req_to_blocks: dict[str, list[KVCacheBlock]] = {}
         # How many blocks of each table are published, counted from the start.
         self.num_cached_block: dict[str, int] = {}
@@ -82,6 +84,14 @@ class KVCacheManager:
         """Hit counts since the last call."""
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
         return stats
+
+    def enable_kv_cache_events(self, enabled: bool) -> None:
+        """Record stores and evictions from now on, or stop. (Upstream decides when it is made.)"""
+        self.block_pool.enable_kv_cache_events = enabled
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was stored and evicted since the last call."""
+        return self.block_pool.take_events()
 
     def new_step_starts(self) -> None:
         """A step is about to be scheduled. Nothing to do: allocating a block publishes it."""

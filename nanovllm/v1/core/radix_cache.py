@@ -6,8 +6,9 @@ longest match by walking down it. Eviction removes the least recently used leaf;
 running requests stand on.
 
 Upstream: sglang/srt/mem_cache/radix_cache.py (SGLang 0.5.10); RadixKVCacheManager is ours and
-answers the calls of vllm/v1/core/kv_cache_manager.py. Left out: eviction policies other than LRU,
-priorities, host-memory copies, EAGLE's bigram keys, events.
+answers the calls of vllm/v1/core/kv_cache_manager.py. Events name contents by vLLM's hashes, one
+event a leaf (SGLang: by hashes of its own, one event a page).
+Left out: eviction policies other than LRU, priorities, host-memory copies, EAGLE's bigram keys.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanovllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from nanovllm.v1.core.block_pool import BlockPool
 from nanovllm.v1.core.kv_cache_manager import KVCacheBlocks
-from nanovllm.v1.core.kv_cache_utils import KVCacheBlock, cdiv
+from nanovllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, cdiv, hash_block_tokens
 from nanovllm.v1.metrics.stats import PrefixCacheStats
 
 if TYPE_CHECKING:
@@ -97,6 +104,7 @@ class RadixCache:
         page_size: int = 1,
         free: Callable[[list[int]], None] = lambda slots: None,
         clock: Callable[[], float] | None = None,
+        enable_kv_cache_events: bool = False,
     ) -> None:
         """
         Args:
@@ -104,8 +112,12 @@ class RadixCache:
             free: is handed the slots of each evicted leaf.
             clock: gives access times. SGLang reads time.monotonic(); a counter, the default, orders
                 accesses as well and makes runs repeatable.
+            enable_kv_cache_events: record stores and evictions for `take_events`; may be set and
+                cleared at any time.
         """
         self.page_size = page_size
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.kv_event_queue: list[KVCacheEvent] = []
         self._free = free
         self._clock = clock if clock is not None else itertools.count(1).__next__
         self.reset()
@@ -116,6 +128,8 @@ class RadixCache:
         self.evictable_leaves: set[TreeNode] = set()
         self.evictable_size_ = 0
         self.protected_size_ = 0
+        if self.enable_kv_cache_events:
+            self.kv_event_queue.append(AllBlocksCleared())
 
     def evictable_size(self) -> int:
         return self.evictable_size_
@@ -187,6 +201,8 @@ class RadixCache:
             self.evictable_size_ += len(key)
             self._update_leaf_status(node)
             self._update_leaf_status(leaf)
+            if self.enable_kv_cache_events:
+                self._record_store_event(leaf)
         return total_prefix_len
 
     def _page_aligned(self, num_tokens: int) -> int:
@@ -260,6 +276,8 @@ class RadixCache:
         num_evicted = 0
         while num_evicted < num_tokens and heap:
             leaf = heapq.heappop(heap)
+            if self.enable_kv_cache_events:
+                self._record_remove_event(leaf)
             self._free(leaf.value)
             num_evicted += len(leaf.value)
             parent = self._delete_leaf(leaf)
@@ -282,6 +300,51 @@ class RadixCache:
             self.evictable_leaves.add(node)
         else:
             self.evictable_leaves.discard(node)
+
+    # ---- events ----------------------------------------------------------------------------------
+
+    def page_hashes(self, node: TreeNode) -> list[BlockHash]:
+        """What vLLM would call the pages on the way from the root to the end of `node`."""
+        path: list[TreeNode] = []
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        hashes: list[BlockHash] = []
+        for part in reversed(path):
+            for start in range(0, len(part.key), self.page_size):
+                salted = not hashes and part.key.extra_key is not None
+                extra_keys = (part.key.extra_key,) if salted else ()
+                page = part.key.token_ids[start : start + self.page_size]
+                parent = hashes[-1] if hashes else None
+                hashes.append(hash_block_tokens(parent, page, extra_keys))  # type: ignore[arg-type]
+        return hashes
+
+    def page_ids(self, node: TreeNode) -> list[int]:
+        """The pages, which are the manager's blocks, that hold the tokens of `node`."""
+        return [slot // self.page_size for slot in node.value[:: self.page_size]]
+
+    def _record_store_event(self, node: TreeNode) -> None:
+        hashes, page_ids = self.page_hashes(node), self.page_ids(node)
+        num_before = len(hashes) - len(page_ids)
+        self.kv_event_queue.append(
+            BlockStored(
+                block_hashes=hashes[num_before:],
+                parent_block_hash=hashes[num_before - 1] if num_before else None,
+                token_ids=node.key.token_ids,
+                block_size=self.page_size,
+                block_ids=page_ids,
+            )
+        )
+
+    def _record_remove_event(self, node: TreeNode) -> None:
+        page_ids = self.page_ids(node)
+        hashes = self.page_hashes(node)[-len(page_ids) :]
+        self.kv_event_queue.append(BlockRemoved(hashes, page_ids))
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Events since the last call, in order."""
+        events, self.kv_event_queue = self.kv_event_queue, []
+        return events
 
 
 @dataclass(slots=True)
@@ -369,6 +432,14 @@ class RadixKVCacheManager:
         """Hit counts since the last call."""
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
         return stats
+
+    def enable_kv_cache_events(self, enabled: bool) -> None:
+        """Record stores and evictions from now on, or stop."""
+        self.radix_cache.enable_kv_cache_events = enabled
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What was stored and evicted since the last call."""
+        return self.radix_cache.take_events()
 
     def new_step_starts(self) -> None:
         """Publish what the steps so far have computed for running requests."""

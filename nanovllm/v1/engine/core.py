@@ -19,6 +19,7 @@ from nanovllm.v1.worker.gpu_worker import Worker
 
 if TYPE_CHECKING:
     from nanovllm.config import VllmConfig
+    from nanovllm.trace.tracer import Tracer
     from nanovllm.v1.core.sched.output import SchedulerOutput
     from nanovllm.v1.kv_cache_interface import KVCacheConfig
     from nanovllm.v1.outputs import ModelRunnerOutput
@@ -55,6 +56,8 @@ class EngineCore:
             if cache_config.enable_prefix_caching
             else None
         )
+        # Set while a trace is taken (nanovllm/trace), by set_tracer.
+        self.tracer: Tracer | None = None
         # Steps planned and started, newest left, oldest right.
         self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self.step_fn = (
@@ -83,6 +86,11 @@ class EngineCore:
     def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests; unknown and finished ids are passed over. No output follows."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        # What is under way for them must not reach a new request that bears the same id. (Upstream
+        # gives each request an id of its own, with a random ending.)
+        for scheduler_output, _ in self.batch_queue:
+            for request_id in request_ids:
+                scheduler_output.num_scheduled_tokens.pop(request_id, None)
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update.
@@ -92,10 +100,11 @@ class EngineCore:
         """
         if not self.scheduler.has_requests():
             return EngineCoreOutputs()
+        scheduler, model_executor = self._scheduler_and_executor()
         try:
-            scheduler_output = self.scheduler.schedule()
-            model_output = self.model_executor.execute_model(scheduler_output)
-            return self.scheduler.update_from_output(scheduler_output, model_output)
+            scheduler_output = scheduler.schedule()
+            model_output = model_executor.execute_model(scheduler_output)
+            return scheduler.update_from_output(scheduler_output, model_output)
         except BaseException:
             self._abandon_all_requests()
             raise
@@ -113,22 +122,26 @@ class EngineCore:
         Returns:
             Nothing in the call that fills the queue; else the oldest step's outputs.
         """
+        scheduler, model_executor = self._scheduler_and_executor()
         try:
             if self.scheduler.has_requests():
-                scheduler_output = self.scheduler.schedule()
-                model_output = self.model_executor.execute_model(scheduler_output)
+                scheduler_output = scheduler.schedule()
+                model_output = model_executor.execute_model(scheduler_output)
                 self.batch_queue.appendleft((scheduler_output, model_output))
-                if (
-                    len(self.batch_queue) < self.BATCH_QUEUE_SIZE
-                    and self.scheduler.has_requests()
-                ):
+                if len(self.batch_queue) < self.BATCH_QUEUE_SIZE and self.scheduler.has_requests():
                     return EngineCoreOutputs()
             if not self.batch_queue:
                 return EngineCoreOutputs()
-            return self.scheduler.update_from_output(*self.batch_queue.pop())
+            return scheduler.update_from_output(*self.batch_queue.pop())
         except BaseException:
             self._abandon_all_requests()
             raise
+
+    def _scheduler_and_executor(self) -> tuple[Scheduler, Worker]:
+        """The two halves of a step; while a trace is taken, the tracer in front of both."""
+        if self.tracer is not None:
+            return self.tracer.in_front_of(self.scheduler, self.model_executor)
+        return self.scheduler, self.model_executor
 
     def _abandon_all_requests(self) -> None:
         """Leave a clean engine behind after a failed step.
@@ -144,6 +157,12 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False, and nothing done, while requests hold blocks."""
         return self.scheduler.reset_prefix_cache()
+
+    def set_tracer(self, tracer: Tracer | None) -> None:
+        """Have every step looked at from now on; None: no longer."""
+        self.tracer = tracer
+        self.scheduler.kv_cache_manager.take_events()  # of an earlier trace
+        self.scheduler.kv_cache_manager.enable_kv_cache_events(tracer is not None)
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished_requests()

@@ -1,0 +1,42 @@
+"""Hypothesis profiles. Choose one with HYPOTHESIS_PROFILE or pytest's --hypothesis-profile.
+
+ci       derandomised and fast: the same examples in every run, so it explores nothing new
+nightly  2,000 examples of up to 100 steps, drawn anew each time
+mutants  ci's examples, left as they are when one fails (tests/mutants needs no small program)
+
+A failure prints the program that leads to it. Keep it as a plain test beside the spec.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+pytest.register_assert_rewrite("tests.spec.blocks", "tests.spec.support")
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    print_blob=False,
+    max_examples=100,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile(
+    "mutants",
+    parent=settings.get_profile("ci"),
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
+)
+settings.register_profile(
+    "nightly",
+    parent=settings.get_profile("ci"),
+    derandomize=False,
+    max_examples=2000,
+    stateful_step_count=100,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
