@@ -14,6 +14,13 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests not marked `gpu` are about the CPU, also on a machine with a GPU."""
+    if "not gpu" in config.option.markexpr or "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 pytest.register_assert_rewrite("tests.spec.blocks", "tests.spec.support")
 
 settings.register_profile(

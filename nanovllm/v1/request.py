@@ -105,8 +105,6 @@ class Request:
         # Async scheduling: output tokens that are being computed and whose values are not known
         # yet.
         self.num_output_placeholders = 0
-        # Async scheduling: sampled tokens in flight when the request was forcibly preempted.
-        self.async_tokens_to_discard = 0
         # The step scheduled last leaves part of the known tokens to do, and so samples nothing.
         self.is_prefill_chunk = False
 

@@ -59,8 +59,8 @@ class Worker:
         """
         name = self.vllm_config.device_config.device
         try:
-            self.device = torch.device(name)
-            torch.empty(0, device=self.device)
+            # A tensor's device has an index where "cuda" alone has none.
+            self.device = torch.empty(0, device=name).device
         except (RuntimeError, AssertionError) as e:
             raise VLLMValidationError(
                 f"device {name!r} cannot be used here: {str(e).splitlines()[0]}",
