@@ -449,6 +449,15 @@ MUTANTS = [
         "if request.num_computed_tokens:",
         SCHEDULER_SPEC,
     ),
+    Mutant(
+        "async scheduling plans a step past max_tokens",
+        "vLLM: wasted last step with async scheduling",
+        SCHEDULER,
+        "Scheduler._num_new_tokens",
+        "            >= request.num_prompt_tokens + request.max_tokens\n",
+        "            > request.num_prompt_tokens + request.max_tokens\n",
+        SCHEDULER_SPEC,
+    ),
     # ---- the batch ----
     Mutant(
         "the last slot of a block is in the next block",

@@ -309,6 +309,15 @@ class Scheduling(BlockAccounting):
             assert self.living[req_id].num_computed_tokens == self.given[req_id]
 
     @about_the_step
+    def nobody_is_given_a_step_past_its_last_token(self, step: Step) -> None:
+        """Async: with what is under way, a request never has more tokens than it may generate."""
+        for req_id in step.output.num_scheduled_tokens:
+            request = self.living[req_id]
+            assert (
+                request.num_output_tokens + request.num_output_placeholders <= request.max_tokens
+            )
+
+    @about_the_step
     def running_requests_go_first(self, step: Step) -> None:
         """They draw on the budget in their order, before anybody is let in."""
         order = list(step.output.num_scheduled_tokens)

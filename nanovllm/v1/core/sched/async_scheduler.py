@@ -33,9 +33,9 @@ class AsyncScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
         request.num_output_placeholders -= len(new_token_ids)
         assert request.num_output_placeholders >= 0
-        # Blocks are published when all their tokens are computed and known; what was not known when
-        # the step was planned is known now. A request preempted since then has no blocks to
-        # publish.
+        # A block is published once all its tokens are computed and known. The plan after this one
+        # will publish what has become known just now, if the request is in it; this is for those
+        # that a plan passes over. A request preempted meanwhile has no blocks to publish.
         if status_before_update is RequestStatus.RUNNING:
             self.kv_cache_manager.cache_blocks(
                 request, request.num_computed_tokens - request.num_output_placeholders

@@ -1,0 +1,1 @@
+"""A package small enough to damage in tests."""
