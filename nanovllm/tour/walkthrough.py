@@ -8,9 +8,9 @@ import difflib
 import io
 import json
 import sys
-import types
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -313,9 +313,7 @@ class Scheduling(BlockAccounting):
         """Async: with what is under way, a request never has more tokens than it may generate."""
         for req_id in step.output.num_scheduled_tokens:
             request = self.living[req_id]
-            assert (
-                request.num_output_tokens + request.num_output_placeholders <= request.max_tokens
-            )
+            assert request.num_output_tokens + request.num_output_placeholders <= request.max_tokens
 
     @about_the_step
     def running_requests_go_first(self, step: Step) -> None:
