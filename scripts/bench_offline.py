@@ -5,7 +5,8 @@
 Prompts and outputs have lengths drawn uniformly (seeded) and random tokens; EOS is ignored, so
 every request gives exactly the tokens it was drawn to give. Only those count: what a static batch
 generates past a request's length is waste. transformers is measured with its best static batch size
-of those given: requests sorted by length, left-padded, each batch run to its longest output.
+of those given: requests sorted by prompt length (output lengths are not known beforehand in real
+life), left-padded, each batch run to its longest output.
 
 One JSON line a run, with repetitions interleaved between engines.
 """
@@ -81,7 +82,7 @@ def make_hf(args: argparse.Namespace, batch_size: int) -> tuple[int, Callable[[W
 
     @torch.inference_mode()
     def run(workload: Workload) -> None:
-        order = sorted(range(len(workload.prompts)), key=lambda i: workload.output_lens[i])
+        order = sorted(range(len(workload.prompts)), key=lambda i: len(workload.prompts[i]))
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             longest = max(len(workload.prompts[i]) for i in batch)
