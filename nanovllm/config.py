@@ -282,7 +282,8 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     policy: Literal["fcfs", "priority"] = "fcfs"
     async_scheduling: bool = False
-    # Admit a request only if its whole prompt fits in the free blocks, not just its first chunk.
+    # Admit a request only if all its known tokens (prompt, and outputs if it was preempted) fit in
+    # the free blocks, not just its first chunk. Nothing is set aside: others may use them up first.
     scheduler_reserve_full_isl: bool = True
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Replay recorded decisions of the real vLLM scheduler and SGLang radix cache through ours.
 
     python scripts/replay_golden.py tests/golden/vllm_scheduler.jsonl
-    tests/golden/sglang_radix_cache.jsonl
+    python scripts/replay_golden.py tests/golden/*.jsonl
 
 Step by step, block id by block id; tests/golden/README.md says what the files hold. On the first
 difference of a trace, its seed, the operation, what was expected, what came instead and the state

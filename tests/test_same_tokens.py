@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from dense_backend import save_random_checkpoint
 from same_tokens import Comparison, compare_with_transformers
 from test_models import CONFIGS, ROPES, rope_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from nanovllm import LLM
 
@@ -30,16 +32,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_prompts(num: int, vocab_size: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Half of them continue a common beginning; lengths from 1."""
-    rng = random.Random(seed)
-    common = [rng.randrange(vocab_size) for _ in range(longest // 2)]
+def make_prompts(texts: Iterator[list[int]], num: int, longest: int) -> list[list[int]]:
+    """Beginnings of texts, from 1 token on. Half of the prompts have a common beginning."""
+    rng = random.Random(0)
+    common = next(texts)[: longest // 2]
     prompts = []
     for i in range(num):
-        length = rng.randint(1, longest - len(common))
-        tail = [rng.randrange(vocab_size) for _ in range(length)]
+        tail = next(texts)[: rng.randint(1, longest - len(common))]
         prompts.append(common + tail if i % 2 else tail)
     return prompts
+
+
+def random_texts(vocab_size: int) -> Iterator[list[int]]:
+    rng = random.Random(1)
+    while True:
+        yield [rng.randrange(vocab_size) for _ in range(128)]
+
+
+def stories(folder: Path) -> Iterator[list[int]]:
+    """Held-out stories of the embedded model, as tokens of the model in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for line in (EMBEDDED / "heldout.txt").read_text(encoding="utf-8").splitlines():
+        yield tokenizer(json.loads(line)["story"])["input_ids"]
 
 
 def run(
@@ -52,7 +66,9 @@ def run(
         settings["num_gpu_blocks_override"] = 2 * -(-max_model_len // settings["block_size"]) + 1
     settings = {"max_num_seqs": 16, "max_model_len": max_model_len} | settings
     llm = LLM(str(folder), dtype="float32", skip_tokenizer_init=True, **settings)
-    prompts = make_prompts(num_prompts, hf_model.config.vocab_size, longest)
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    texts = stories(folder) if has_tokenizer else random_texts(hf_model.config.vocab_size)
+    prompts = make_prompts(texts, num_prompts, longest)
     result = compare_with_transformers(llm, hf_model, prompts, outputs)
     assert result.num_tokens == num_prompts * outputs
     if name in ("few blocks", "async scheduling"):

@@ -151,7 +151,7 @@ class EngineArgs:
         "fcfs", "who runs first: first come, or lowest priority value", choices=("fcfs", "priority")
     )
     scheduler_reserve_full_isl: bool = _arg(
-        True, "admit a request only if its whole prompt fits in the free blocks"
+        True, "admit a request only if all its known tokens fit in the free blocks"
     )
     async_scheduling: bool | None = _arg(
         None, "schedule a step before the last one has ended (default: off)", type=bool

@@ -61,7 +61,7 @@ def apply_chat_template(
 
     Raises:
         VLLMValidationError: a message is malformed, there is no template, or it refuses the
-        messages.
+            messages.
     """
     from jinja2 import TemplateError
 

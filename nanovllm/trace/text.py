@@ -272,7 +272,7 @@ class TraceView:
                 (f"{req_id:3}", self._colour(req_id)),
                 f" positions {ranges(batch.positions[part])}, slots "
                 f"{ranges(batch.slot_mapping[part])}"
-                + ("" if batch.samples[row] else ": a chunk, samples nothing"),
+                + ("" if batch.samples[row] else ": a chunk, its sample is dropped"),
             )
             lines.append(line)
             texts = batch.input_texts[part] or list(map(str, batch.input_ids[part]))

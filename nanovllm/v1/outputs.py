@@ -71,7 +71,7 @@ class ModelRunnerOutput:
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
-    # An empty list: the request's prompt is not finished yet, nothing was sampled for it.
+    # An empty list: the request's known tokens are not all computed yet, its sample was dropped.
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: LogprobsLists | None = None
     # req_id -> logprobs of prompt positions 1..prompt_len-1, in the step that completes them.

@@ -105,7 +105,7 @@ class Request:
         # Async scheduling: output tokens that are being computed and whose values are not known
         # yet.
         self.num_output_placeholders = 0
-        # The step scheduled last leaves part of the known tokens to do, and so samples nothing.
+        # The step scheduled last leaves part of the known tokens to do: its sample is dropped.
         self.is_prefill_chunk = False
 
         # Logprobs of prompt tokens need their hidden states, which a cached prefix does not give.

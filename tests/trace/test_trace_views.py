@@ -109,7 +109,7 @@ def test_events_are_named(run: Trace) -> None:
 def test_the_batch_shows_tokens_with_their_places(run: Trace) -> None:
     text = step_text(run, 1)
     assert "8 tokens in 1 row, query_start_loc [0, 8], seq_lens [8]" in text
-    assert "positions 0-7, slots 4-11: a chunk, samples nothing" in text
+    assert "positions 0-7, slots 4-11: a chunk, its sample is dropped" in text
     assert text.count("│") == 9, "eight tokens between nine bars"
     assert re.search(r"sampled +nothing", text)
 

@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         VLLMValidationError: a mistake of the user's; those that can be found without the model come
-        first.
+            first.
     """
     from nanovllm.sampling_params import SamplingParams
 

@@ -44,7 +44,7 @@ def get_safetensors_files(folder: str | Path) -> list[Path]:
 
     Raises:
         VLLMValidationError: there are none, or the index cannot be read or names a file that is
-        absent.
+            absent.
     """
     folder = Path(folder)
     index = folder / SAFE_WEIGHTS_INDEX_NAME

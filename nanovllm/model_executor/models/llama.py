@@ -69,7 +69,7 @@ class LlamaAttention(nn.Module):
         layer_idx: this layer's place in `kv_caches`.
         rotary_emb: shared by all layers.
         qkv_bias: whether q, k and v have a bias; None: as config.attention_bias, which o_proj
-        follows.
+            follows.
     """
 
     def __init__(

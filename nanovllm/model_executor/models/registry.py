@@ -3,10 +3,9 @@
 To add a model, write one file beside this one and add one line here. The file's class has
 
     __init__(*, vllm_config, attn_backend)
-    forward(input_ids, positions, kv_caches, attn_metadata) -> hidden_states [num_tokens,
-    hidden_size] compute_logits(hidden_states [n, hidden_size]) -> logits [n, vocab_size]
-    load_weights(weights: Iterable[tuple[str, Tensor]]) -> set[str]    (names of the filled
-    parameters)
+    forward(input_ids, positions, kv_caches, attn_metadata) -> [num_tokens, hidden_size]
+    compute_logits(hidden_states [n, hidden_size]) -> [n, vocab_size]
+    load_weights(weights: Iterable[tuple[str, Tensor]]) -> set[str], the names of those filled
 
 and `models/llama.py` is the one to start from.
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class BlockHashToBlockMap:
     """Block hash -> the blocks that hold that content.
 
-    Two requests with one prompt that run side by side each fill a block of their own, and both are
-    published under one hash: block tables are append-only, so neither can be swapped for the other.
+    Two requests may each fill a block of their own with the same content: by decoding the same
+    tokens, or by recomputing the last block of a fully cached prompt. Both are published under one
+    hash: block tables are append-only, so neither is swapped for the other later.
     Hence several blocks a hash, and removal by block, not by hash. Nearly always it is one block,
     which is then stored bare; a dict for each would burden the garbage collector.
     """

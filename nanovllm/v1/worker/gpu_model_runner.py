@@ -276,8 +276,8 @@ class GPUModelRunner:
             self.requests.pop(req_id, None)
             self.num_prompt_logprobs.pop(req_id, None)
             self.input_batch.remove_request(req_id)
-        # A resumed request is removed even if it has a row (it was preempted and resumed within one
-        # schedule()): its block table is another one now.
+        # A resumed request never keeps a row: its block table is another one now. (Our scheduler
+        # does not preempt and resume within one step; upstream's can, to reset the prefix cache.)
         resumed_req_ids = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         staying = scheduler_output.num_scheduled_tokens.keys() - resumed_req_ids
         for req_id in self.input_batch.req_id_to_index.keys() - staying:

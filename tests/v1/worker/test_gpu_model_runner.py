@@ -121,7 +121,7 @@ def test_a_preempted_request_resumes_as_if_nothing_had_happened(driver, greedy):
     driver.preempt("a")
     driver.step({"b": 1})
     assert driver.runner.input_batch.req_ids == ["b"] and "a" in driver.runner.requests
-    # 15 known tokens, 6 of them outputs: a chunk that ends among the outputs samples nothing.
+    # 15 known tokens, 6 of them outputs: a chunk that ends among the outputs keeps no sample.
     assert driver.step({"b": 1, "a": 12}).sampled_token_ids[1] == []
     driver.step({"b": 1, "a": 3})
     for _ in range(3):

@@ -54,8 +54,7 @@ class CachedRequestData:
     num_computed_tokens: list[int]
     num_output_tokens: list[int]
     # Every token of each request that was not in the previous step's batch (resumed ones above
-    # all): the runner may have dropped its row, and a resumed request recomputes its output tokens
-    # too.
+    # all): the runner has dropped its row, and with async scheduling may lack its last output.
     all_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property

@@ -229,7 +229,7 @@ class Scheduler(SchedulerInterface):
             plan.resumed_reqs.append(request)
         else:
             plan.new_reqs.append(request)
-        if request.prefill_stats is not None:  # first admission, not a resumption
+        if request.prefill_stats is not None:  # it has given no output yet
             request.prefill_stats.set(request.num_prompt_tokens, num_computed_tokens)
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, plan.timestamp)
@@ -288,7 +288,8 @@ class Scheduler(SchedulerInterface):
         """Count the step's tokens as computed, already now.
 
         The output above had to say where each request starts. From here on the step is as good as
-        done: blocks it fills may be hit, and the next step can be planned before this one has run.
+        done, and the next one can be planned before this one has run. (The blocks it fills were
+        published even before, by allocate_slots.)
         """
         for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[req_id]
@@ -315,7 +316,7 @@ class Scheduler(SchedulerInterface):
             req_index = model_runner_output.req_id_to_index[req_id]
             new_token_ids = model_runner_output.sampled_token_ids[req_index]
             if not new_token_ids:
-                continue  # A prompt chunk: nothing was sampled.
+                continue  # A chunk: what was sampled after it has been dropped.
 
             status_before_stop = request.status
             new_token_ids, stopped = self._update_request_with_output(request, new_token_ids)
