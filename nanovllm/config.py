@@ -90,7 +90,8 @@ class ModelConfig:
         """Positions the model can serve: those it was trained for, times the factor of a stretched
         RoPE. `llama3` checkpoints state the stretched length already.
 
-        Source: vllm/config/model.py, _get_and_verify_max_len.
+        Source: vllm/config/model.py, _get_and_verify_max_len. Left out: the limit in the
+        tokenizer's own configuration.
         """
         length = getattr(self.hf_config, "max_position_embeddings", None) or 2048
         rope = get_rope_parameters(self.hf_config)
@@ -153,9 +154,27 @@ class ModelConfig:
         folder = self.model if self.generation_config == "auto" else self.generation_config
         path = Path(folder) / "generation_config.json"
         if not path.is_file():
-            return {}
-        with path.open(encoding="utf-8") as f:
-            return json.load(f)
+            if self.generation_config == "auto":
+                return {}
+            raise VLLMValidationError(
+                f"generation_config {folder!r} must be auto, vllm or a folder with a "
+                "generation_config.json.",
+                parameter="generation_config",
+                value=folder,
+            )
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as e:
+            raise VLLMValidationError(
+                f"{str(path)!r} is not JSON: {e}.", parameter="generation_config", value=str(path)
+            ) from e
+        if not isinstance(fields, dict):
+            raise VLLMValidationError(
+                f"{str(path)!r} must hold a JSON object.",
+                parameter="generation_config",
+                value=str(path),
+            )
+        return fields
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """The sampling defaults that generation_config.json changes, under SamplingParams' names.
@@ -191,7 +210,9 @@ def load_hf_config(model: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        return AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as e:
         # transformers' messages run over several lines and end with advice on upgrading it.
         reason = " ".join(str(e).split("\n\n")[0].split())

@@ -56,7 +56,8 @@ class RequestOutput:
         finished: True once every sample has ended.
         metrics: the request's moments (see RequestStateStats); None with disable_log_stats. With n
             > 1, those of the sample that ended last.
-        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache; for n > 1, those of
+            the sample that ended last (which may have shared a sibling's).
     """
 
     request_id: str

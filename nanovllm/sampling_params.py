@@ -256,6 +256,9 @@ class SamplingParams:
             _fail("n", self.n, "must be 1 when using greedy sampling (temperature 0)")
         if self.stop and not self.detokenize:
             _fail("stop", self.stop, "needs detokenize=True, which produces the text to search")
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
+            limit = "must not be False with prompt_logprobs, which cached tokens do not have"
+            _fail("skip_reading_prefix_cache", False, limit)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _fail("allowed_token_ids", self.allowed_token_ids, "must name at least one token id")
         self._verify_something_allowed(set(self.stop_token_ids or ()))
@@ -286,7 +289,7 @@ class SamplingParams:
                     value=outside,
                 )
         max_logprobs = model_config.max_logprobs
-        limit = vocab_size if max_logprobs == -1 else max_logprobs
+        limit = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             count = vocab_size if count == -1 else count
@@ -294,7 +297,10 @@ class SamplingParams:
                 _fail(name, count, f"must be at most max_logprobs={limit}")
 
     def update_from_generation_config(
-        self, generation_config: dict[str, Any], eos_token_id: int | None = None
+        self,
+        generation_config: dict[str, Any],
+        eos_token_id: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Learn the end-of-sequence tokens: the tokenizer's, and those of generation_config.json.
 
@@ -312,6 +318,9 @@ class SamplingParams:
             self._eos_token_id = eos_token_id
             if extra:
                 self.stop_token_ids = sorted(extra.union(self.stop_token_ids or ()))
+        if vocab_size is not None:
+            # A token without a logit is never sampled, and min_tokens cannot forbid it.
+            self._all_stop_token_ids = {t for t in self._all_stop_token_ids if t < vocab_size}
         self._verify_something_allowed(self._all_stop_token_ids)
 
     def update_from_tokenizer(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
@@ -341,6 +350,12 @@ class SamplingParams:
                 limit = f"must stay within the model's vocabulary of {vocab_size} tokens"
                 _fail("bad_words", outside, limit)
         self._bad_words_token_ids = sequences
+        forbidden = {ids[0] for ids in sequences if len(ids) == 1}
+        if self.min_tokens:
+            forbidden |= self._all_stop_token_ids
+        if self.allowed_token_ids is not None and forbidden.issuperset(self.allowed_token_ids):
+            limit = "must name more than what bad_words and min_tokens forbid"
+            _fail("allowed_token_ids", self.allowed_token_ids, limit)
 
     # ---- what the engine reads ----
 
@@ -405,6 +420,8 @@ def _as_strings(name: str, values: Any) -> list[str]:
         _fail(name, values, "must be a list of strings")
     if "" in values:
         _fail(name, list(values), "cannot contain an empty string")
+    if any(0xD800 <= ord(c) <= 0xDFFF for text in values for c in text):
+        _fail(name, list(values), "must be valid Unicode (there is half of a surrogate pair)")
     return list(values)
 
 

@@ -30,7 +30,7 @@ def get_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:
         reason = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise VLLMValidationError(

@@ -85,7 +85,7 @@ def compare_with_transformers(
 
     recorded: dict[str, dict[int, torch.Tensor]] = {}
     for (req_id, position), logits in recorder.logits.items():
-        recorded.setdefault(req_id.split("-")[0], {})[position] = logits
+        recorded.setdefault(req_id, {})[position] = logits
     for prompt, output in zip(prompts, outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == max_tokens

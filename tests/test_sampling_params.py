@@ -138,7 +138,6 @@ def test_values_are_normalised_as_vllm_does() -> None:
         SamplingParams(stop="abc", include_stop_str_in_output=True).output_text_buffer_length == 0
     )
     assert SamplingParams(prompt_logprobs=0).skip_reading_prefix_cache is True
-    assert SamplingParams(prompt_logprobs=0, skip_reading_prefix_cache=False).prompt_logprobs == 0
 
 
 def test_the_sampling_type_follows_temperature_and_seed() -> None:

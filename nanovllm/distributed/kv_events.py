@@ -35,7 +35,7 @@ class BlockStored(KVCacheEvent):
 
 @dataclass
 class BlockRemoved(KVCacheEvent):
-    """Blocks can no longer be found: they are about to hold something else."""
+    """Blocks can no longer be found: they will hold something else, or were never filled."""
 
     block_hashes: list[BlockHash]
     block_ids: list[int]

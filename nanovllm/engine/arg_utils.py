@@ -80,7 +80,10 @@ def get_batch_defaults(device: str, usage_context: UsageContext) -> tuple[int, i
 
     import torch
 
-    properties = torch.cuda.get_device_properties(device)
+    try:
+        properties = torch.cuda.get_device_properties(device)
+    except (RuntimeError, AssertionError):  # there is none: the worker says so in a sentence
+        return SchedulerConfig.max_num_batched_tokens, SchedulerConfig.max_num_seqs
     if properties.total_memory >= 70 * GIB and "a100" not in properties.name.lower():
         return (16384, 1024) if offline else (8192, 1024)
     return (8192, 256) if offline else (2048, 256)
@@ -170,6 +173,21 @@ class EngineArgs:
         metadata={"help": "sampling defaults that go before the model's", "type": json.loads},
     )
     disable_log_stats: bool = _arg(False, "keep no request metrics")
+
+    def __post_init__(self) -> None:
+        self.model = os.fspath(self.model)
+        for f in fields(self):
+            value, kind = getattr(self, f.name), f.metadata.get("type", type(f.default))
+            kind = dict if kind is json.loads else kind
+            if value is None and f.default is None:
+                continue
+            accepted = (int, float) if kind is float else (kind,)
+            if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+                raise VLLMValidationError(
+                    f"{f.name} must be of type {kind.__name__}, got {value!r}.",
+                    parameter=f.name,
+                    value=value,
+                )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

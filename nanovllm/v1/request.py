@@ -106,13 +106,11 @@ class Request:
         # yet.
         self.num_output_placeholders = 0
         # The step scheduled last leaves part of the known tokens to do: its sample is dropped.
+        # (Read by async scheduling only.)
         self.is_prefill_chunk = False
 
-        # Logprobs of prompt tokens need their hidden states, which a cached prefix does not give.
-        skip = sampling_params.skip_reading_prefix_cache
-        self.skip_reading_prefix_cache = bool(
-            sampling_params.prompt_logprobs is not None if skip is None else skip
-        )
+        # By default so with prompt_logprobs: they need hidden states, which a cached prefix lacks.
+        self.skip_reading_prefix_cache = bool(sampling_params.skip_reading_prefix_cache)
         self._block_hasher = block_hasher
         self.block_hashes: list[BlockHash] = []
         self.update_block_hashes()

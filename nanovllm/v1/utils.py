@@ -45,9 +45,3 @@ class CpuGpuBuffer:
         if self.gpu is not self.cpu:
             self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
         return self.gpu[:n]
-
-    def copy_to_cpu(self, n: int | None = None) -> torch.Tensor:
-        """Start copying back. The values are there only after a synchronisation with the device."""
-        if self.gpu is not self.cpu:
-            self.cpu[:n].copy_(self.gpu[:n], non_blocking=True)
-        return self.cpu[:n]

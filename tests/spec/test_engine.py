@@ -285,7 +285,7 @@ def test_seeds_of_neighbours_are_their_own(
 @ci_examples(25)
 @given(arguments=SETTINGS, clients=CLIENTS)
 def test_an_idle_engine_remembers_nobody(arguments: dict[str, Any], clients: list[Client]) -> None:
-    """When all have their answers or have given up, no queue, table, row or front end has one."""
+    """When all have ended and the runner knows, no queue, table, row or front end has one."""
     engine = make_engine(tuple(arguments.items()))
     serve(engine, clients)
     core = engine.engine_core.engine_core  # type: ignore[attr-defined]

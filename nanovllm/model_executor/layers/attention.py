@@ -50,12 +50,8 @@ class Attention(nn.Module):
         key: torch.Tensor,  # [num_tokens, num_kv_heads * head_size]
         value: torch.Tensor,  # [num_tokens, num_kv_heads * head_size]
         kv_caches: list[torch.Tensor],  # one a layer
-        attn_metadata: Any,  # the backend's own; None in a profile run
+        attn_metadata: Any,  # the backend's own
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_size]
-        if attn_metadata is None:
-            # The profile run measures the rest of the model before there is a KV cache to attend
-            # to.
-            return torch.zeros_like(query)
         output = self.impl.forward(
             query.view(-1, self.num_heads, self.head_size),
             key.view(-1, self.num_kv_heads, self.head_size),

@@ -11,7 +11,8 @@ key and value already in one matrix.
 
 Upstream: vllm/model_executor/models/gpt2.py (0.23.0)
 Left out: tensor and pipeline parallelism, quantization, the classifier. As upstream, cross
-attention and the settings scale_attn_by_inverse_layer_idx and reorder_and_upcast_attn are refused.
+attention and the settings scale_attn_by_inverse_layer_idx and reorder_and_upcast_attn are refused;
+so is scale_attn_weights=False, which upstream passes over.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class Qwen2Attention(LlamaAttention):
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Llama with a bias on query, key and value."""
+
     def __init__(self, *, vllm_config: VllmConfig, attn_backend: type[AttentionBackend]) -> None:
         super().__init__(
             vllm_config=vllm_config, attn_backend=attn_backend, attn_layer_type=Qwen2Attention

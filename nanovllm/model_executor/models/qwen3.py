@@ -52,6 +52,8 @@ class Qwen3Attention(LlamaAttention):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Llama with normalised queries and keys."""
+
     def __init__(self, *, vllm_config: VllmConfig, attn_backend: type[AttentionBackend]) -> None:
         super().__init__(
             vllm_config=vllm_config, attn_backend=attn_backend, attn_layer_type=Qwen3Attention

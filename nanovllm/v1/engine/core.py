@@ -79,6 +79,10 @@ class EngineCore:
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Its prompt's block hashes are computed here."""
+        # Its id may be that of one that has just ended, for which a step is still under way; the
+        # token of that step is not for this one. (Upstream makes ids unique by a random ending.)
+        for scheduler_output, _ in self.batch_queue:
+            scheduler_output.num_scheduled_tokens.pop(request.request_id, None)
         self.scheduler.add_request(
             Request.from_engine_core_request(request, self.request_block_hasher)
         )
@@ -86,11 +90,6 @@ class EngineCore:
     def abort_requests(self, request_ids: list[str]) -> None:
         """Drop requests; unknown and finished ids are passed over. No output follows."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        # What is under way for them must not reach a new request that bears the same id. (Upstream
-        # gives each request an id of its own, with a random ending.)
-        for scheduler_output, _ in self.batch_queue:
-            for request_id in request_ids:
-                scheduler_output.num_scheduled_tokens.pop(request_id, None)
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update.

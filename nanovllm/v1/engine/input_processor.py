@@ -66,13 +66,16 @@ class InputProcessor:
         fields = self._parse_prompt(prompt)
         prompt_token_ids = self._tokenize(fields)
         self._validate_prompt(prompt_token_ids)
+        priority = fields.get("priority", priority)
+        if type(priority) is not int:
+            _fail("priority", priority, f"must be an int, but is of type {type(priority).__name__}")
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=self._process_params(params, len(prompt_token_ids)),
             arrival_time=arrival_time,
             cache_salt=fields.get("cache_salt"),
-            priority=fields.get("priority", priority),
+            priority=priority,
             external_req_id=request_id,
         )
 
@@ -98,6 +101,8 @@ class InputProcessor:
         cache_salt = fields.get("cache_salt")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             _fail("cache_salt", cache_salt, f"must be a non-empty str, got {cache_salt!r}")
+        if cache_salt is not None:
+            _check_unicode("cache_salt", cache_salt)
         return fields
 
     def _tokenize(self, fields: dict[str, Any]) -> list[int]:
@@ -128,10 +133,7 @@ class InputProcessor:
         """
         if self.tokenizer is None:
             _fail("prompt", text, "must be token ids, for skip_tokenizer_init leaves no tokenizer")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as e:
-            _fail("prompt", text, f"is not valid Unicode at position {e.start}: {text[e.start]!r}")
+        _check_unicode("prompt", text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def _validate_prompt(self, token_ids: list[int]) -> None:
@@ -200,6 +202,7 @@ class InputProcessor:
         params.update_from_generation_config(
             self.generation_config_fields,
             None if self.tokenizer is None else self.tokenizer.eos_token_id,
+            self.model_config.get_vocab_size(),
         )
         if self.tokenizer is not None:
             params.update_from_tokenizer(self.tokenizer, self.model_config.get_vocab_size())
@@ -211,6 +214,14 @@ def get_prompt_text(prompt: PromptType) -> str | None:
     if isinstance(prompt, str):
         return prompt
     return None if isinstance(prompt, list) else prompt.get("prompt")
+
+
+def _check_unicode(parameter: str, text: str) -> None:
+    """Half of a surrogate pair cannot be encoded, neither to tokens nor to bytes for a hash."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        _fail(parameter, text, f"is not valid Unicode at position {e.start}: {text[e.start]!r}")
 
 
 def _fail(parameter: str, value: Any, problem: str) -> NoReturn:

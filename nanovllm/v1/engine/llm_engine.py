@@ -110,7 +110,12 @@ class LLMEngine:
             child_request.request_id, child_request.sampling_params = parent_req.get_child_info(
                 index
             )
-            self._add_request(child_request, prompt_text, parent_req, index)
+            try:
+                self._add_request(child_request, prompt_text, parent_req, index)
+            except BaseException:
+                if index > 0:  # else the id is somebody else's
+                    self.abort_request([request_id])
+                raise
         return request_id
 
     def _add_request(

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PrefixCacheStats:
-    """Prefix-cache queries since the last look, in tokens. Preempted requests are counted apart."""
+    """Prefix-cache queries since the last look, in tokens. Preempted requests are counted apart.
+
+    As upstream, a waiting request is counted in every step that tries it, admitted or not.
+    """
 
     requests: int = 0
     queries: int = 0
@@ -34,7 +37,7 @@ class PrefixCacheStats:
 
 @dataclass
 class PrefillStats:
-    """How a request's prompt was filled, fixed when it is first scheduled."""
+    """How a prompt was filled; counted anew if preempted before the first output."""
 
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -70,4 +73,3 @@ class RequestStateStats:
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0  # seconds from arrival, front-end clock
-    is_corrupted: bool = False

@@ -22,8 +22,8 @@ UNSEEDED = -1
 def encode_seed(seed: int | None) -> int:
     """A request's seed as it stands in `SamplingMetadata.seeds`: 64 bits, -1 where there is none.
 
-    Child i of an n > 1 request samples with seed + i, which may leave the int64 range (it wraps)
-    or hit -1 (-2 stands in: a seed must never read as "unseeded").
+    Any int is taken: beyond 64 bits it wraps, and -2 stands in for -1, since a seed must never read
+    as "unseeded".
     """
     if seed is None:
         return UNSEEDED

@@ -84,12 +84,6 @@ class BlockTable:
         self.block_table.np[tgt, :num_blocks] = self.block_table.np[src, :num_blocks]
         self.num_blocks_per_row[tgt] = num_blocks
 
-    def swap_row(self, src: int, tgt: int) -> None:
-        """Exchange two rows."""
-        src_tgt, tgt_src = [src, tgt], [tgt, src]
-        self.num_blocks_per_row[src_tgt] = self.num_blocks_per_row[tgt_src]
-        self.block_table.np[src_tgt] = self.block_table.np[tgt_src]
-
     def compute_slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Find the slot of every token of the step, and send the slots to the device.
 
@@ -115,10 +109,6 @@ class BlockTable:
     def commit_block_table(self, num_reqs: int) -> torch.Tensor:
         """Send the first rows to the device: [num_reqs, max_num_blocks_per_req] int32."""
         return self.block_table.copy_to_gpu(num_reqs)
-
-    def get_device_tensor(self, num_reqs: int) -> torch.Tensor:
-        """The rows last committed."""
-        return self.block_table.gpu[:num_reqs]
 
     def get_numpy_array(self) -> np.ndarray:
         return self.block_table.np

@@ -50,9 +50,6 @@ class BatchUpdateBuilder:
             raise RuntimeError(f"Row {index} was removed after this step's removed rows were read.")
         self._removed.append(index)
 
-    def has_removed(self) -> bool:
-        return bool(self._removed)
-
     def peek_removed(self) -> RemovedRequest | None:
         """The lowest empty row, if there is one."""
         return self.removed[-1] if self._removed else None
