@@ -293,7 +293,7 @@ MUTANTS = [
         "a duplicate page is freed while its request still maps it",
         "mini-sglang 142",
         RADIX,
-        "RadixKVCacheManager._publish",
+        "RadixKVCacheManager._insert",
         "        self.block_pool.touch(state.blocks[num_found // self.block_size : num_pages])\n",
         "        self.block_pool.touch(state.blocks[num_found // self.block_size : num_pages])\n"
         "        first = state.num_cached_tokens // self.block_size\n"

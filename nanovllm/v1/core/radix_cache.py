@@ -367,6 +367,8 @@ class _RequestState:
     blocks: list[KVCacheBlock]
     last_node: TreeNode
     num_cached_tokens: int
+    # Somebody else's copy of its next page is in the tree: it publishes no more until it ends.
+    is_private: bool = False
 
 
 class RadixKVCacheManager:
@@ -387,10 +389,10 @@ class RadixKVCacheManager:
 
     Two departures from SGLang. `cache_unfinished_req` maps a running request onto the tree's copy
     when somebody else has published the same page meanwhile; here block tables are append-only, as
-    the runner expects, so the request keeps its own copy, private, and frees it when it ends or is
-    preempted. (mini-sglang issue 142 is what happens when it is freed while still mapped: another
-    request overwrites it.) And decoded pages are published while the request runs, not only when it
-    ends.
+    the runner expects, so the request keeps its own copy, private, frees it when it ends or is
+    preempted, and until then publishes nothing that follows. (mini-sglang issue 142 is what happens
+    when it is freed while still mapped: another request overwrites it.) And decoded pages are
+    published while the request runs, not only when it ends.
     """
 
     def __init__(
@@ -519,7 +521,10 @@ class RadixKVCacheManager:
         state = self.req_to_state.pop(request.request_id, None)
         if state is None:
             return
-        self._publish(state, min(request.num_computed_tokens, request.num_tokens))
+        num_computed_tokens = min(request.num_computed_tokens, request.num_tokens)
+        num_tokens = num_computed_tokens // self.block_size * self.block_size
+        if self.enable_caching and num_tokens > state.num_cached_tokens:
+            self._insert(state, num_tokens)
         self.radix_cache.dec_lock_ref(state.last_node)
         # The tree holds on to the published pages; duplicates and partial pages become free.
         self.block_pool.free_blocks(reversed(state.blocks))
@@ -541,21 +546,33 @@ class RadixKVCacheManager:
         return self.get_blocks(request_id).get_block_ids()
 
     def _publish(self, state: _RequestState, num_computed_tokens: int) -> None:
-        """Insert the request's full pages into the tree and stand on them."""
+        """Insert a running request's full pages into the tree and stand on them."""
         num_tokens = num_computed_tokens // self.block_size * self.block_size
-        if not self.enable_caching or num_tokens <= state.num_cached_tokens:
+        if not self.enable_caching or state.is_private or num_tokens <= state.num_cached_tokens:
             return
+        request = state.request
+        key = RadixKey(request.all_token_ids[:num_tokens], request.cache_salt)
+        num_found = len(self.radix_cache.match_prefix(key).device_indices)
+        if num_found > state.num_cached_tokens:
+            # Somebody has published these pages meanwhile. To lock that copy beside its own would
+            # hold the content twice, and a request that just fits would not fit beside itself.
+            state.is_private = True
+            return
+        self._insert(state, num_tokens)
+        last_node = self.radix_cache.match_prefix(key).last_device_node
+        self.radix_cache.inc_lock_ref(last_node)
+        self.radix_cache.dec_lock_ref(state.last_node)
+        state.last_node = last_node
+        state.num_cached_tokens = num_tokens
+
+    def _insert(self, state: _RequestState, num_tokens: int) -> None:
+        """Give the tree those of the request's first `num_tokens` (whole pages) that it lacks."""
         request = state.request
         key = RadixKey(request.all_token_ids[:num_tokens], request.cache_salt)
         num_pages = num_tokens // self.block_size
         num_found = self.radix_cache.insert(key, self._slots_of_blocks(state.blocks[:num_pages]))
         # What was found is somebody's copy (or our own from before); the tree holds on to the rest.
         self.block_pool.touch(state.blocks[num_found // self.block_size : num_pages])
-        last_node = self.radix_cache.match_prefix(key).last_device_node
-        self.radix_cache.inc_lock_ref(last_node)
-        self.radix_cache.dec_lock_ref(state.last_node)
-        state.last_node = last_node
-        state.num_cached_tokens = num_tokens
 
     def _slots_of_blocks(self, blocks: Sequence[KVCacheBlock]) -> list[int]:
         size = self.block_size
