@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 
+from nanovllm.exceptions import VLLMValidationError
+
 
 def configure_logging() -> None:
     """Show the engine's messages from NANOVLLM_LOGGING_LEVEL (default INFO) up.
@@ -24,5 +26,12 @@ def configure_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("NANOVLLM_LOGGING_LEVEL", "INFO").upper())
+    level = os.environ.get("NANOVLLM_LOGGING_LEVEL", "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise VLLMValidationError(
+            f"NANOVLLM_LOGGING_LEVEL {level!r} is unknown; choose DEBUG, INFO, WARNING or ERROR.",
+            parameter="NANOVLLM_LOGGING_LEVEL",
+            value=level,
+        )
+    logger.setLevel(level)
     logger.propagate = False

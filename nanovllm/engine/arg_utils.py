@@ -54,9 +54,10 @@ def resolve_model(model: str) -> str:
     Raises:
         VLLMValidationError: neither a folder nor a known name.
     """
-    cache = Path(os.environ.get("NANOVLLM_CACHE") or "~/.cache/nanovllm").expanduser()
-    for folder in (Path(model).expanduser(), ASSETS / model, cache / model):
-        if model and folder.is_dir():
+    # os.path.expanduser leaves "~" alone where there is no home; Path.expanduser raises.
+    cache = Path(os.path.expanduser(os.environ.get("NANOVLLM_CACHE") or "~/.cache/nanovllm"))
+    for folder in (Path(os.path.expanduser(model)), ASSETS / model, cache / model):
+        if model and os.path.isdir(folder):  # (Path.is_dir raises on a name that is too long)
             return str(folder)
     raise VLLMValidationError(
         f"model {model!r} is neither a folder nor a known name ({DEFAULT_MODEL!r} comes with the "

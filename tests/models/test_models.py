@@ -181,15 +181,6 @@ def test_logits_are_computed_for_the_rows_asked_for(tmp_path: Path):
     torch.testing.assert_close(rows, model.compute_logits(hidden_states)[[1, 4]])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_profile_run_needs_no_kv_cache(name: str, tmp_path: Path):
-    """With no attention metadata the model runs, attention giving zeros."""
-    save_random_checkpoint(tmp_path, CONFIGS[name])
-    hidden_states = load(tmp_path)(torch.zeros(3, dtype=torch.long), torch.arange(3), [], None)
-    assert hidden_states.shape == (3, 32)
-    assert hidden_states.isfinite().all()
-
-
 def test_a_model_is_ready_for_inference(tmp_path: Path):
     """get_model returns it in eval mode, without gradients; torch's default dtype is as before."""
     save_random_checkpoint(tmp_path, CONFIGS["llama"])

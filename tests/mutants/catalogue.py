@@ -329,6 +329,16 @@ MUTANTS = [
         "        # The tree",
         RADIX_MANAGER_SPEC,
     ),
+    Mutant(
+        "a request locks another's copy of its own pages",
+        "found here: livelock in a tight pool",
+        RADIX,
+        "RadixKVCacheManager._publish",
+        "        if num_found > state.num_cached_tokens:\n",
+        "        if num_found > self.max_model_len:\n",
+        "tests/test_found_by_attack.py"
+        "::test_a_request_that_fits_finds_room_beside_a_cached_copy_of_itself",
+    ),
     # ---- the scheduler ----
     Mutant(
         "one more runs than max_num_seqs",

@@ -219,7 +219,8 @@ def _params_for_each(params: SamplingParams, num_prompts: int) -> list[SamplingP
 def _read_prompts(args: argparse.Namespace) -> list[PromptType]:
     """Prompts of the command line and of the file, in this order."""
     prompts: list[PromptType] = [
-        sys.stdin.read().rstrip("\n") if text == "-" else text for text in args.prompts
+        sys.stdin.read().replace("\r\n", "\n").rstrip("\n") if text == "-" else text
+        for text in args.prompts
     ]
     if args.prompt_file is not None:
         prompts += _read_prompt_file(Path(args.prompt_file))
@@ -233,7 +234,8 @@ def _read_prompts(args: argparse.Namespace) -> list[PromptType]:
 def _read_prompt_file(path: Path) -> list[PromptType]:
     """One prompt a line, empty lines left out; JSON if the name ends in .jsonl."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a line may hold U+2028 and the like. utf-8-sig: a BOM is no text.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         reason = getattr(e, "strerror", None) or "it is not UTF-8 text"
         raise VLLMValidationError(
@@ -246,7 +248,7 @@ def _read_prompt_file(path: Path) -> list[PromptType]:
     for i, line in numbered:
         try:
             prompt = json.loads(line)
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:  # ValueError: also a number of 5,000 digits
             raise VLLMValidationError(
                 f"line {i} of {str(path)!r} is not JSON: {e}.", parameter="prompt_file"
             ) from None

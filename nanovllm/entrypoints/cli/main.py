@@ -10,6 +10,7 @@ Left out: the verbs of a server and of benchmarks.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _make_streams_usable() -> None:
+    """A stream that the caller has closed is None; one in ASCII cannot print every text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the whole run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -62,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         141 when the reader of our output has gone. Any other error is the engine's and keeps its
         traceback.
     """
+    _make_streams_usable()
     parser = make_parser()
     args = parser.parse_args(argv)
     if not hasattr(args, "run"):

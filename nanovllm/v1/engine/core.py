@@ -47,10 +47,9 @@ class EngineCore:
         self.model_executor.load_model()
         self.kv_cache_config = self._initialize_kv_caches()
 
+        self.log_stats = log_stats
+        self.scheduler = self._make_scheduler()
         cache_config = vllm_config.cache_config
-        scheduler_config = vllm_config.scheduler_config
-        scheduler_cls = AsyncScheduler if scheduler_config.async_scheduling else Scheduler
-        self.scheduler = scheduler_cls(scheduler_config, cache_config, log_stats)
         self.request_block_hasher = (
             get_request_block_hasher(cache_config.block_size)
             if cache_config.enable_prefix_caching
@@ -60,9 +59,8 @@ class EngineCore:
         self.tracer: Tracer | None = None
         # Steps planned and started, newest left, oldest right.
         self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self.step_fn = (
-            self.step_with_batch_queue if scheduler_config.async_scheduling else self.step
-        )
+        is_async = vllm_config.scheduler_config.async_scheduling
+        self.step_fn = self.step_with_batch_queue if is_async else self.step
 
     def _initialize_kv_caches(self) -> KVCacheConfig:
         """Ask the worker what memory is left, and fill it with blocks."""
@@ -76,6 +74,11 @@ class EngineCore:
         vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         self.model_executor.initialize_from_config(kv_cache_config)
         return kv_cache_config
+
+    def _make_scheduler(self) -> Scheduler:
+        scheduler_config = self.vllm_config.scheduler_config
+        scheduler_cls = AsyncScheduler if scheduler_config.async_scheduling else Scheduler
+        return scheduler_cls(scheduler_config, self.vllm_config.cache_config, self.log_stats)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request. Its prompt's block hashes are computed here."""
@@ -145,13 +148,13 @@ class EngineCore:
     def _abandon_all_requests(self) -> None:
         """Leave a clean engine behind after a failed step.
 
-        Blocks are published for reuse while a step is being scheduled; of a step that failed they
-        hold nothing, so everything cached is forgotten.
+        The step may have been left anywhere (Ctrl-C), with queues and tables half changed, and its
+        blocks were published before they were filled: so nothing is mended, all begins anew.
         """
-        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ERROR)
+        self.scheduler = self._make_scheduler()
+        self.scheduler.kv_cache_manager.enable_kv_cache_events(self.tracer is not None)
         self.batch_queue.clear()
         self.model_executor.reset()
-        self.scheduler.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False, and nothing done, while requests hold blocks."""

@@ -176,6 +176,8 @@ class InputProcessor:
                 params,
                 f"must be SamplingParams, but is of type {type(params).__name__}",
             )
+        params = params.clone()
+        params.__post_init__()  # its fields may have been set anew since it was made
         params.verify(self.model_config)
         if params.n > 1 and params.seed is not None:
             # Sample i is drawn with seed + i (ParentRequest); -1 would mean no seed.
@@ -195,7 +197,6 @@ class InputProcessor:
                         getattr(params, name),
                         "needs a tokenizer, which skip_tokenizer_init leaves out",
                     )
-        params = params.clone()
         if params.max_tokens is None:
             assert self.model_config.max_model_len is not None
             params.max_tokens = self.model_config.max_model_len - prompt_len
