@@ -293,12 +293,12 @@ MUTANTS = [
         "a duplicate page is freed while its request still maps it",
         "mini-sglang 142",
         RADIX,
-        "RadixKVCacheManager._insert",
-        "        self.block_pool.touch(state.blocks[num_found // self.block_size : num_pages])\n",
-        "        self.block_pool.touch(state.blocks[num_found // self.block_size : num_pages])\n"
-        "        first = state.num_cached_tokens // self.block_size\n"
-        "        found = state.blocks[first : num_found // self.block_size]\n"
-        "        self.block_pool.free_blocks(found)\n",
+        "RadixKVCacheManager._publish",
+        "            state.is_private = True\n",
+        "            state.is_private = True\n"
+        "            first = state.num_cached_tokens // self.block_size\n"
+        "            found = state.blocks[first : num_found // self.block_size]\n"
+        "            self.block_pool.free_blocks(found)\n",
         RADIX_MANAGER_SPEC,
     ),
     Mutant(
