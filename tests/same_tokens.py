@@ -56,7 +56,11 @@ class Comparison:
 
 @torch.no_grad()
 def compare_with_transformers(
-    llm: LLM, hf_model: PreTrainedModel, prompts: list[list[int]], max_tokens: int
+    llm: LLM,
+    hf_model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_tokens: int,
+    tolerance: float = LOGITS_TOLERANCE,
 ) -> Comparison:
     """Generate greedily, and check every token and its logits against one forward pass of
     transformers over prompt and output.
@@ -96,7 +100,7 @@ def compare_with_transformers(
         for i, token in enumerate(tokens, start=len(prompt)):
             expected = theirs[i - 1]
             difference = (ours[i] - expected).abs().max().item()
-            assert difference <= LOGITS_TOLERANCE, f"position {i}: logits differ by {difference}"
+            assert difference <= tolerance, f"position {i}: logits differ by {difference}"
             gap = (expected.max() - expected[token]).item()
             assert gap <= TIE, f"position {i}: {token} instead of {expected.argmax()}, gap {gap}"
             if token != expected.argmax():
