@@ -30,6 +30,7 @@ class RadixManager(Manager):
             free(slots)
 
         cache._free = free_and_note
+        self.seen: set[Context] = set()  # pages that have been in the tree at some time
 
     def pages(self) -> list[tuple[TreeNode, Context, int]]:
         """Every page of the tree: its node, its content and its block."""
@@ -99,13 +100,19 @@ class RadixManager(Manager):
 
     @invariant()
     def all_that_ran_is_published(self) -> None:
-        """After a step, every full page of a running request can be found."""
+        """After a step, every full page of a running request can be found; of one whose next page
+        somebody else has published before it, those before that page."""
         cached = {context for _, context, _ in self.pages()}
-        if not self.planned:
-            for request in self.requests.values():
-                for end in range(self.block_size, request.num_computed_tokens + 1, self.block_size):
-                    if end <= request.num_tokens:
-                        assert self.context(request, end) in cached
+        self.seen |= cached
+        if self.planned:
+            return
+        for state in self.manager.req_to_state.values():
+            request, until = state.request, self.num_publishable(state.request)
+            if state.is_private:
+                until = state.num_cached_tokens
+                assert self.context(request, until + self.block_size) in self.seen
+            for end in range(self.block_size, until + 1, self.block_size):
+                assert self.context(request, end) in cached
 
     @invariant()
     def a_duplicate_stays_private_and_is_never_freed_early(self) -> None:
