@@ -5,7 +5,7 @@ In the end, with priorities: blocks that were published and are never computed.
 
 from __future__ import annotations
 
-from scripted import TOKEN, make_request, make_scheduler, serve
+from scripted import TOKEN, make_request, make_scheduler, serve, serve_low_and_high
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 9  # block 0 is the null block
@@ -31,25 +31,11 @@ def requests_that_begin_alike() -> None:
     serve(scheduler, {1: [a, b], **{4 + i: [other] for i, other in enumerate(others)}})
 
 
-def blocks_that_are_never_computed() -> None:
-    scheduler = make_scheduler(
-        num_blocks=8,
-        block_size=2,
-        max_num_batched_tokens=16,
-        long_prefill_token_threshold=4,
-        policy="priority",
-        scheduler_reserve_full_isl=False,
-    )
-    low = make_request("low", [1, 2, 3, 4] * 3, max_tokens=2, block_size=2, priority=2)
-    high = make_request("high", [4, 4], max_tokens=2, block_size=2, priority=0)
-    serve(scheduler, {1: [low], 2: [high]})
-
-
 def main() -> None:
     print("requests that begin alike")
     requests_that_begin_alike()
     print("blocks that are never computed")
-    blocks_that_are_never_computed()
+    serve_low_and_high()
 
 
 if __name__ == "__main__":

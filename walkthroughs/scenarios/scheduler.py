@@ -6,7 +6,7 @@ priorities: a request planned in a step is preempted in that same step.
 
 from __future__ import annotations
 
-from scripted import make_request, make_scheduler, serve
+from scripted import make_request, make_scheduler, serve, serve_low_and_high
 
 TOKEN_BUDGET = 8
 NUM_BLOCKS = 9  # block 0 is the null block
@@ -27,25 +27,11 @@ def first_come_first_served() -> None:
     serve(scheduler, {1: [a, b], 3: [c], 7: [d]})
 
 
-def by_priority() -> None:
-    scheduler = make_scheduler(
-        num_blocks=8,
-        block_size=2,
-        max_num_batched_tokens=16,
-        long_prefill_token_threshold=4,
-        policy="priority",
-        scheduler_reserve_full_isl=False,
-    )
-    low = make_request("low", [1, 2, 3, 4] * 3, max_tokens=2, block_size=2, priority=2)
-    high = make_request("high", [4, 4], max_tokens=2, block_size=2, priority=0)
-    serve(scheduler, {1: [low], 2: [high]})
-
-
 def main() -> None:
     print("first come, first served")
     first_come_first_served()
     print("by priority")
-    by_priority()
+    serve_low_and_high()
 
 
 if __name__ == "__main__":

@@ -75,3 +75,18 @@ def serve(scheduler: Scheduler, arrivals: dict[int, list[Request]]) -> None:
             f"  free blocks {[block.block_id for block in queue.get_all_free_blocks()]}"
         )
         scheduler.update_from_output(output, execute_model(scheduler, output))  # type: ignore[arg-type]
+
+
+def serve_low_and_high() -> None:
+    """Priorities: `high` takes a block from `low`, which has been planned earlier in the step."""
+    scheduler = make_scheduler(
+        num_blocks=8,
+        block_size=2,
+        max_num_batched_tokens=16,
+        long_prefill_token_threshold=4,
+        policy="priority",
+        scheduler_reserve_full_isl=False,
+    )
+    low = make_request("low", [1, 2, 3, 4] * 3, max_tokens=2, block_size=2, priority=2)
+    high = make_request("high", [4, 4], max_tokens=2, block_size=2, priority=0)
+    serve(scheduler, {1: [low], 2: [high]})
