@@ -104,10 +104,10 @@ class LLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        seq_prompts = _prompt_to_seq(prompts)
+        seq_prompts = prompt_to_seq(prompts)
         request_ids = self._render_and_add_requests(
             seq_prompts,
-            _params_to_seq(sampling_params, len(seq_prompts)),
+            params_to_seq(sampling_params, len(seq_prompts)),
             _priority_to_seq(priority, len(seq_prompts)),
         )
         return self._run_engine(request_ids, use_tqdm)
@@ -153,7 +153,7 @@ class LLM:
                 )
                 for conversation in conversations
             ),
-            _params_to_seq(sampling_params, len(conversations)),
+            params_to_seq(sampling_params, len(conversations)),
             _priority_to_seq(priority, len(conversations)),
         )
         return self._run_engine(request_ids, use_tqdm)
@@ -228,7 +228,7 @@ class LLM:
         return [finished[request_id] for request_id in request_ids]
 
 
-def _prompt_to_seq(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+def prompt_to_seq(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
     """A single prompt becomes a sequence of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -250,9 +250,10 @@ def _conversation_to_seq(
     return messages  # type: ignore[return-value]
 
 
-def _params_to_seq(
+def params_to_seq(
     params: SamplingParams | Sequence[SamplingParams], num_requests: int
 ) -> Sequence[SamplingParams]:
+    """One set of parameters for all requests becomes one each."""
     if not isinstance(params, (list, tuple)):
         return [params] * num_requests  # type: ignore[list-item]  # checked when it is added
     if len(params) != num_requests:

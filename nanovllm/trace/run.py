@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.entrypoints.llm import params_to_seq, prompt_to_seq
 from nanovllm.exceptions import VLLMValidationError
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.tokenizers import convert_ids_list_to_tokens, decode
@@ -53,8 +54,12 @@ def trace(
     Raises:
         VLLMValidationError: a prompt, its parameters, `arrivals` or `watch` cannot be used.
     """
-    prompts = _prompt_to_seq(prompts)
-    params = _params_for_each(llm, sampling_params, len(prompts))
+    prompts = prompt_to_seq(prompts)
+    if sampling_params is None:
+        sampling_params = llm.get_default_sampling_params()
+    params = [copy(one) for one in params_to_seq(sampling_params, len(prompts))]
+    for one in params:
+        one.output_kind = RequestOutputKind.FINAL_ONLY
     arrivals = [0] * len(prompts) if arrivals is None else list(arrivals)
     if len(arrivals) != len(prompts) or any(arrival < 0 for arrival in arrivals):
         raise VLLMValidationError(
@@ -129,31 +134,6 @@ def engine_info(llm: LLM) -> EngineInfo:
         policy=scheduler.policy,
         async_scheduling=scheduler.async_scheduling,
     )
-
-
-def _prompt_to_seq(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    """As in LLM.generate: a single prompt, which may be a list of token ids, is one of one."""
-    if isinstance(prompts, (str, dict)) or all(isinstance(item, int) for item in prompts):
-        return [prompts] if prompts else []  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _params_for_each(
-    llm: LLM, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if given is None:
-        given = llm.get_default_sampling_params()
-    params = [given] * num_prompts if isinstance(given, SamplingParams) else list(given)
-    if len(params) != num_prompts:
-        raise VLLMValidationError(
-            f"sampling_params must be one or as many as the prompts ({num_prompts}), but there are "
-            f"{len(params)}.",
-            parameter="sampling_params",
-        )
-    params = [copy(one) for one in params]
-    for one in params:
-        one.output_kind = RequestOutputKind.FINAL_ONLY
-    return params
 
 
 def _watched_ids(watch: Sequence[str | int], ids: list[str]) -> list[str]:
