@@ -1,6 +1,6 @@
 """Triton where it is installed, and a stand-in where it is not.
 
-A layer's Triton kernel stands in the layer's own file, beside the torch code that computes the same.
+A layer's Triton kernel stands in the layer's own file, beside torch code that computes the same.
 Such a file must be importable on machines without Triton (macOS, Windows), on which the kernel is
 never launched; there `@triton.jit` leaves the function as it is.
 

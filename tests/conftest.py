@@ -19,6 +19,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tests not marked `gpu` are about the CPU, also on a machine with a GPU."""
     if "not gpu" in config.option.markexpr or "gpu" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Triton kernels run too: interpreted, on CPU tensors. Read when a kernel is defined.
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 pytest.register_assert_rewrite("tests.spec.blocks", "tests.spec.support")

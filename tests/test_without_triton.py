@@ -17,7 +17,7 @@ print(len(llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0]
 
 
 def test_the_engine_works_without_triton_and_cuda() -> None:
-    """Triton is for kernels on a GPU, and imported only where one is launched."""
+    """Triton is for kernels on a GPU; without it nothing else is missing."""
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", BLOCKED]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
