@@ -382,3 +382,5 @@ class VllmConfig:
     load_config: LoadConfig = field(default_factory=LoadConfig)
     # None: selector.py chooses.
     attention_backend: str | None = None
+    # The largest batch that a CUDA graph is recorded for; None: get_cudagraph_capture_sizes.
+    max_cudagraph_capture_size: int | None = None

@@ -158,9 +158,14 @@ class EngineArgs:
         True, "admit a request only if all its known tokens fit in the free blocks"
     )
     async_scheduling: bool | None = _arg(
-        None, "schedule a step before the last one has ended (default: off)", type=bool
+        None, "schedule a step before the last one has ended (default: on a GPU)", type=bool
     )
-    enforce_eager: bool = _arg(False, "no CUDA graphs and no compiled code")
+    enforce_eager: bool = _arg(False, "no CUDA graphs")
+    max_cudagraph_capture_size: int | None = _arg(
+        None,
+        "largest batch that a CUDA graph is recorded for (default: by --max-num-seqs)",
+        type=int,
+    )
     attention_backend: str | None = _arg(None, "attention backend (default: by device)", type=str)
     max_logprobs: int = _arg(
         ModelConfig.max_logprobs, "logprobs a request may ask for at most; -1: no limit"
@@ -274,6 +279,7 @@ class EngineArgs:
             device_config=device_config,
             load_config=LoadConfig(load_format=self.load_format),
             attention_backend=self.attention_backend,
+            max_cudagraph_capture_size=self.max_cudagraph_capture_size,
         )
 
     def _create_scheduler_config(
@@ -307,6 +313,10 @@ class EngineArgs:
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             policy=self.scheduling_policy,  # type: ignore[arg-type]  # SchedulerConfig checks it
-            async_scheduling=bool(self.async_scheduling),
+            async_scheduling=(
+                device.startswith("cuda")
+                if self.async_scheduling is None
+                else self.async_scheduling
+            ),
             scheduler_reserve_full_isl=self.scheduler_reserve_full_isl,
         )

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from nanovllm.v1.core.sched.output import SchedulerOutput
     from nanovllm.v1.core.sched.scheduler import Scheduler
     from nanovllm.v1.engine import EngineCoreOutputs
-    from nanovllm.v1.outputs import ModelRunnerOutput
+    from nanovllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
     from nanovllm.v1.request import Request
     from nanovllm.v1.worker.gpu_model_runner import GPUModelRunner
     from nanovllm.v1.worker.gpu_worker import Worker
@@ -179,7 +179,9 @@ class Tracer:
             self._last_tables = self._tables()
         return scheduler_output
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Worker.execute_model: the runner's two halves, with a look at its buffers between."""
         runner, flight = self._model_executor.model_runner, self._find(scheduler_output)
         assert flight is not None  # schedule() has just made it
@@ -192,8 +194,7 @@ class Tracer:
             flight.step.batch = self._batch(runner)
             self._look_at_sampling(runner, flight)
         with self.clock.span("sample", flight.spans):
-            output = runner.sample_tokens()
-        return output
+            return runner.sample_tokens()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -6,6 +6,7 @@ Left out: pooling, KV-connector, routed-expert and draft-token outputs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -46,6 +47,10 @@ class LogprobsTensors(NamedTuple):
             self.selected_token_ranks.cpu().numpy(),
         )
 
+    def to_cpu_nonblocking(self) -> LogprobsTensors:
+        """Start copying to page-locked host memory; whoever reads it waits for the stream first."""
+        return LogprobsTensors(*(x.to("cpu", non_blocking=True) for x in self))
+
     @staticmethod
     def empty_cpu(num_positions: int, num_tokens_per_position: int) -> LogprobsTensors:
         """Uninitialised host tensors to collect a prompt's logprobs in, chunk by chunk."""
@@ -76,6 +81,14 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     # req_id -> logprobs of prompt positions 1..prompt_len-1, in the step that completes them.
     prompt_logprobs_dict: dict[str, LogprobsTensors | None] = field(default_factory=dict)
+
+
+class AsyncModelRunnerOutput(ABC):
+    """A step's result that is still on its way from the device."""
+
+    @abstractmethod
+    def get_output(self) -> ModelRunnerOutput:
+        """Wait for it. Further calls return the same object."""
 
 
 EMPTY_MODEL_RUNNER_OUTPUT = ModelRunnerOutput(req_ids=[], req_id_to_index={})

@@ -14,6 +14,7 @@ from nanovllm.v1.core.kv_cache_utils import get_kv_cache_config, get_request_blo
 from nanovllm.v1.core.sched.async_scheduler import AsyncScheduler
 from nanovllm.v1.core.sched.scheduler import Scheduler
 from nanovllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from nanovllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from nanovllm.v1.request import Request, RequestStatus
 from nanovllm.v1.worker.gpu_worker import Worker
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from nanovllm.trace.tracer import Tracer
     from nanovllm.v1.core.sched.output import SchedulerOutput
     from nanovllm.v1.kv_cache_interface import KVCacheConfig
-    from nanovllm.v1.outputs import ModelRunnerOutput
 
 
 class EngineCore:
@@ -58,7 +58,9 @@ class EngineCore:
         # Set while a trace is taken (nanovllm/trace), by set_tracer.
         self.tracer: Tracer | None = None
         # Steps planned and started, newest left, oldest right.
-        self.batch_queue: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.batch_queue: deque[
+            tuple[SchedulerOutput, ModelRunnerOutput | AsyncModelRunnerOutput]
+        ] = deque()
         is_async = vllm_config.scheduler_config.async_scheduling
         self.step_fn = self.step_with_batch_queue if is_async else self.step
 
@@ -73,6 +75,7 @@ class EngineCore:
         )
         vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
         self.model_executor.initialize_from_config(kv_cache_config)
+        self.model_executor.compile_or_warm_up_model()
         return kv_cache_config
 
     def _make_scheduler(self) -> Scheduler:
@@ -106,7 +109,8 @@ class EngineCore:
         try:
             scheduler_output = scheduler.schedule()
             model_output = model_executor.execute_model(scheduler_output)
-            return scheduler.update_from_output(scheduler_output, model_output)
+            # (Without async scheduling the worker's output is a finished one.)
+            return scheduler.update_from_output(scheduler_output, model_output)  # type: ignore[arg-type]
         except BaseException:
             self._abandon_all_requests()
             raise
@@ -134,7 +138,10 @@ class EngineCore:
                     return EngineCoreOutputs()
             if not self.batch_queue:
                 return EngineCoreOutputs()
-            return scheduler.update_from_output(*self.batch_queue.pop())
+            scheduler_output, model_output = self.batch_queue.pop()
+            if isinstance(model_output, AsyncModelRunnerOutput):
+                model_output = model_output.get_output()  # The device is waited for here.
+            return scheduler.update_from_output(scheduler_output, model_output)
         except BaseException:
             self._abandon_all_requests()
             raise

@@ -16,6 +16,8 @@ import torch
 
 from nanovllm.v1.utils import CpuGpuBuffer
 
+PAD_SLOT_ID = -1  # a token that is written nowhere
+
 
 class BlockTable:
     """Rows of physical block ids and, from them, the slot of every token of a step.
@@ -84,7 +86,12 @@ class BlockTable:
         self.block_table.np[tgt, :num_blocks] = self.block_table.np[src, :num_blocks]
         self.num_blocks_per_row[tgt] = num_blocks
 
-    def compute_slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray,
+        positions: np.ndarray,
+        num_tokens_padded: int | None = None,
+    ) -> torch.Tensor:
         """Find the slot of every token of the step, and send the slots to the device.
 
         The block of a position was allocated when the step was scheduled, before the token's key
@@ -93,9 +100,11 @@ class BlockTable:
         Args:
             req_indices: [num_tokens], the batch row of each token.
             positions: [num_tokens], its position in its sequence.
+            num_tokens_padded: at least num_tokens; a padding token's slot is PAD_SLOT_ID. None:
+                no padding.
 
         Returns:
-            [num_tokens] int64 on the device, block_id * block_size + offset.
+            [num_tokens_padded] int64 on the device, block_id * block_size + offset.
         """
         num_tokens = len(positions)
         block_indices, block_offsets = np.divmod(positions, self.block_size)
@@ -104,7 +113,9 @@ class BlockTable:
         # In int64 (the buffer's type): block ids are int32, and a product of two would overflow.
         np.multiply(block_ids, self.block_size, out=slots, dtype=np.int64)
         slots += block_offsets
-        return self.slot_mapping.copy_to_gpu(num_tokens)
+        num_tokens_padded = num_tokens_padded or num_tokens
+        self.slot_mapping.np[num_tokens:num_tokens_padded] = PAD_SLOT_ID
+        return self.slot_mapping.copy_to_gpu(num_tokens_padded)
 
     def commit_block_table(self, num_reqs: int) -> torch.Tensor:
         """Send the first rows to the device: [num_reqs, max_num_blocks_per_req] int32."""

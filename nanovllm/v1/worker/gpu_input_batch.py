@@ -130,6 +130,9 @@ class InputBatch:
         self.presence_penalties = self._make_column(torch.float32)
         self.repetition_penalties = self._make_column(torch.float32)
         self.seeds = self._make_column(torch.int64)
+        # Async scheduling: the row of the last step's samples that holds this row's newest token,
+        # -1 if it has none there. Written by AsyncGPUModelRunner.
+        self.prev_rows = np.full(max_num_reqs, -1, dtype=np.int64)
         # Every array with one number a row, for condense to move.
         self._columns: tuple[np.ndarray, ...] = (
             self.num_tokens_no_spec,
@@ -142,6 +145,7 @@ class InputBatch:
             self.presence_penalties.np,
             self.repetition_penalties.np,
             self.seeds.np,
+            self.prev_rows,
         )
 
         self.num_logprobs: dict[str, int] = {}  # req_id -> top logprobs wanted
@@ -189,6 +193,7 @@ class InputBatch:
         self.num_prompt_tokens[req_index] = num_prompt_tokens
         self.num_tokens_no_spec[req_index] = num_tokens
         self.num_computed_tokens_cpu[req_index] = request.num_computed_tokens
+        self.prev_rows[req_index] = -1
         self.block_table.add_row(request.block_ids, req_index)
         self._add_sampling_params(req_index, request.req_id, request.sampling_params)
         return req_index

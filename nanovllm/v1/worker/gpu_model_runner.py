@@ -6,13 +6,13 @@ over them and samples one token for every request whose known tokens are then al
 
 Upstream: vllm/v1/worker/gpu_model_runner.py (0.23.0)
 Left out: multimodal inputs, LoRA, pooling, speculative decoding, several KV-cache groups, pipeline
-parallelism, structured outputs; CUDA graphs and asynchronous scheduling, for which `_model_forward`
-and `_prepare_input_ids` with `_bookkeeping_sync` are the places to override.
+parallelism, structured outputs. What a GPU adds stands in files of its own: CUDA graphs in
+v1/cudagraph_dispatcher.py, asynchronous scheduling in async_gpu_model_runner.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,11 @@ import torch
 from nanovllm.model_executor.model_loader.default_loader import get_model
 from nanovllm.v1.attention.backend import CommonAttentionMetadata
 from nanovllm.v1.attention.selector import get_attn_backend
+from nanovllm.v1.cudagraph_dispatcher import CudagraphDispatcher, get_cudagraph_capture_sizes
 from nanovllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from nanovllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     LogprobsTensors,
     ModelRunnerOutput,
     SamplerOutput,
@@ -30,6 +32,7 @@ from nanovllm.v1.outputs import (
 from nanovllm.v1.sample.logits_processor import build_logitsprocs
 from nanovllm.v1.sample.sampler import Sampler
 from nanovllm.v1.utils import CpuGpuBuffer
+from nanovllm.v1.worker.block_table import PAD_SLOT_ID
 from nanovllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 if TYPE_CHECKING:
@@ -97,6 +100,9 @@ class GPUModelRunner:
             model_config.get_num_attention_heads(),
             model_config.get_num_kv_heads(),
             model_config.get_head_size(),
+            max_num_reqs=self.max_num_reqs,
+            max_model_len=self.max_model_len,
+            device=device,
         )
         self.sampler = Sampler(seed=model_config.seed)
         self.model: torch.nn.Module
@@ -113,9 +119,17 @@ class GPUModelRunner:
         self.query_start_loc = self._make_buffer(self.max_num_reqs + 1, dtype=torch.int32)
         self.seq_lens = self._make_buffer(self.max_num_reqs, dtype=torch.int32)
         self.sampling_positions = self._make_buffer(self.max_num_reqs, dtype=torch.int64)
+        self.logits_indices = self._make_buffer(self.max_num_reqs, dtype=torch.int64)
         # True: the row's known tokens are not all computed after this step.
         self.discard_request_mask = np.zeros(self.max_num_reqs, dtype=bool)
         self.execute_model_state: ExecuteModelState | None = None
+
+        capture_sizes: list[int] = []
+        if device.type == "cuda" and not model_config.enforce_eager:
+            capture_sizes = get_cudagraph_capture_sizes(
+                self.max_num_reqs, vllm_config.max_cudagraph_capture_size
+            )
+        self.cudagraph_dispatcher = CudagraphDispatcher(capture_sizes)
 
     def _make_buffer(self, size: int, dtype: torch.dtype) -> CpuGpuBuffer:
         return CpuGpuBuffer(size, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
@@ -191,6 +205,53 @@ class GPUModelRunner:
         self.sampler.compute_logprobs(logits)
         self.kv_caches = []
 
+    @torch.inference_mode()
+    def capture_model(self) -> None:
+        """Record the CUDA graphs, on a batch of padding. The KV cache must be there."""
+
+        def model_forward(size: int) -> torch.Tensor:
+            return self._model_forward_eager(size, attn_metadata[size])
+
+        sizes = self.cudagraph_dispatcher.capture_sizes
+        if not sizes:
+            return
+        # Padding, as a batch that is smaller than its graph has it; and context lengths that stand
+        # for the longest there can be.
+        self.seq_lens.np[:] = 0
+        self.query_start_loc.np[:] = 0
+        self.input_ids.np[:] = self.positions.np[:] = 0
+        slot_mapping = self.input_batch.block_table.slot_mapping
+        slot_mapping.np[:] = PAD_SLOT_ID
+        for buffer in (self.seq_lens, self.query_start_loc, self.input_ids, self.positions):
+            buffer.copy_to_gpu()
+        slot_mapping.copy_to_gpu()
+        attn_metadata = {
+            size: self.attn_metadata_builder.build_for_cudagraph_capture(
+                self._common_attn_metadata(size, size, max_query_len=1)
+            )
+            for size in sizes
+        }
+        self.cudagraph_dispatcher.capture(model_forward)
+        torch.cuda.synchronize(self.device)
+
+    def _common_attn_metadata(
+        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len: int | None = None
+    ) -> CommonAttentionMetadata:
+        """The batch that the persistent buffers hold; max_seq_len None: as long as may be."""
+        block_table = self.input_batch.block_table
+        return CommonAttentionMetadata(
+            query_start_loc=self.query_start_loc.gpu[: num_reqs + 1],
+            query_start_loc_cpu=self.query_start_loc.cpu[: num_reqs + 1],
+            seq_lens=self.seq_lens.gpu[:num_reqs],
+            seq_lens_cpu=self.seq_lens.cpu[:num_reqs],
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=self.max_model_len if max_seq_len is None else max_seq_len,
+            block_table_tensor=block_table.block_table.gpu[:num_reqs],
+            slot_mapping=block_table.slot_mapping.gpu[:num_tokens],
+        )
+
     # ---- one step ----
 
     @torch.inference_mode()
@@ -218,14 +279,9 @@ class GPUModelRunner:
         return None
 
     @torch.inference_mode()
-    def sample_tokens(self) -> ModelRunnerOutput:
+    def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the next token of every request that execute_model has brought up to date."""
-        assert self.execute_model_state is not None, "execute_model() comes first"
-        scheduler_output, hidden_states, logits_indices = self.execute_model_state
-        self.execute_model_state = None
-
-        logits = self.model.compute_logits(hidden_states[logits_indices])  # type: ignore[operator]
-        sampler_output = self.sampler(logits, self.input_batch.sampling_metadata)
+        scheduler_output, hidden_states, sampler_output = self._sample()
         # The device is waited for here, once a step.
         sampled_token_ids = self._bookkeeping_sync(sampler_output)
         logprobs = sampler_output.logprobs_tensors
@@ -240,15 +296,41 @@ class GPUModelRunner:
             ),
         )
 
+    def _sample(self) -> tuple[SchedulerOutput, torch.Tensor, SamplerOutput]:
+        """From the step's hidden states to its samples: (plan, hidden states, samples)."""
+        assert self.execute_model_state is not None, "execute_model() comes first"
+        scheduler_output, hidden_states, logits_indices = self.execute_model_state
+        self.execute_model_state = None
+        # A decode batch samples after every token; others only after each request's last.
+        if len(hidden_states) != len(logits_indices):
+            hidden_states_to_sample = hidden_states[logits_indices]
+        else:
+            hidden_states_to_sample = hidden_states
+        logits = self.model.compute_logits(hidden_states_to_sample)  # type: ignore[operator]
+        sampler_output = self.sampler(logits, self.input_batch.sampling_metadata)
+        return scheduler_output, hidden_states, sampler_output
+
     def _model_forward(self, common_attn_metadata: CommonAttentionMetadata) -> torch.Tensor:
         """Run the model over the packed tokens: [num_tokens, hidden_size]."""
         num_tokens = common_attn_metadata.num_actual_tokens
+        graph_size = self.cudagraph_dispatcher.dispatch(
+            num_tokens, common_attn_metadata.max_query_len
+        )
+        if graph_size is not None:
+            return self._replay(graph_size)[:num_tokens]
+        attn_metadata = self.attn_metadata_builder.build(common_attn_metadata)
+        return self._model_forward_eager(num_tokens, attn_metadata)
+
+    def _model_forward_eager(self, num_tokens: int, attn_metadata: Any) -> torch.Tensor:
         return self.model(
             self.input_ids.gpu[:num_tokens],
             self.positions.gpu[:num_tokens],
             self.kv_caches,
-            self.attn_metadata_builder.build(common_attn_metadata),
+            attn_metadata,
         )
+
+    def _replay(self, size: int) -> torch.Tensor:
+        return self.cudagraph_dispatcher.replay(size)
 
     # ---- the scheduler's plan, applied to the rows ----
 
@@ -353,9 +435,13 @@ class GPUModelRunner:
         """
         num_reqs = len(num_scheduled_tokens)
         num_tokens = int(num_scheduled_tokens.sum())
+        max_query_len = int(num_scheduled_tokens.max())
+        # A batch that a CUDA graph will run is padded to the graph's size.
+        graph_size = self.cudagraph_dispatcher.dispatch(num_reqs, max_query_len)
+        num_tokens_padded = num_tokens if graph_size is None else graph_size
         batch = self.input_batch
         # First, so that the copy runs while the host goes on.
-        block_table = batch.block_table.commit_block_table(num_reqs)
+        batch.block_table.commit_block_table(num_reqs)
 
         # [4, 1] -> [0, 4, 5]
         query_start_loc = self.query_start_loc.np[: num_reqs + 1]
@@ -369,7 +455,7 @@ class GPUModelRunner:
         positions[:] = np.arange(num_tokens)
         positions += (batch.num_computed_tokens_cpu[:num_reqs] - query_start_loc[:-1])[req_indices]
         self.input_ids.np[:num_tokens] = batch.token_ids_cpu[req_indices, positions]
-        slot_mapping = batch.block_table.compute_slot_mapping(req_indices, positions)
+        batch.block_table.compute_slot_mapping(req_indices, positions, num_tokens_padded)
 
         seq_lens = self.seq_lens.np[:num_reqs]
         np.add(batch.num_computed_tokens_cpu[:num_reqs], num_scheduled_tokens, out=seq_lens)
@@ -383,29 +469,22 @@ class GPUModelRunner:
         self.sampling_positions.np[:num_reqs] = seq_lens
         if batch.sampling_metadata.seeds is not None:
             batch.sampling_metadata.positions = self.sampling_positions.copy_to_gpu(num_reqs)
+        np.subtract(query_start_loc[1:], 1, out=self.logits_indices.np[:num_reqs])
 
-        self._prepare_input_ids(num_tokens)
-        self.positions.copy_to_gpu(num_tokens)
-        query_start_loc_gpu = self.query_start_loc.copy_to_gpu()[: num_reqs + 1]
-        common_attn_metadata = CommonAttentionMetadata(
-            query_start_loc=query_start_loc_gpu,
-            query_start_loc_cpu=self.query_start_loc.cpu[: num_reqs + 1],
-            seq_lens=self.seq_lens.copy_to_gpu()[:num_reqs],
-            seq_lens_cpu=self.seq_lens.cpu[:num_reqs],
-            num_reqs=num_reqs,
-            num_actual_tokens=num_tokens,
-            max_query_len=int(num_scheduled_tokens.max()),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=block_table,
-            slot_mapping=slot_mapping,
+        self.input_ids.np[num_tokens:num_tokens_padded] = 0
+        self.positions.np[num_tokens:num_tokens_padded] = 0
+        self._prepare_input_ids(num_tokens_padded, req_indices)
+        self.positions.copy_to_gpu(num_tokens_padded)
+        self.query_start_loc.copy_to_gpu()
+        self.seq_lens.copy_to_gpu()
+        return self.logits_indices.copy_to_gpu(num_reqs), self._common_attn_metadata(
+            num_reqs, num_tokens, max_query_len, int(seq_lens.max())
         )
-        return query_start_loc_gpu[1:].long() - 1, common_attn_metadata
 
-    def _prepare_input_ids(self, num_tokens: int) -> None:
+    def _prepare_input_ids(self, num_tokens_padded: int, req_indices: np.ndarray) -> None:
         """Send input_ids to the device. (With asynchronous scheduling a decoding request's token is
-        not on the host yet; its place is then filled on the device from the last step's
-        samples.)"""
-        self.input_ids.copy_to_gpu(num_tokens)
+        not on the host yet: AsyncGPUModelRunner sends in its place where it will be.)"""
+        self.input_ids.copy_to_gpu(num_tokens_padded)
 
     # ---- results ----
 
@@ -418,15 +497,16 @@ class GPUModelRunner:
         batch = self.input_batch
         sampled_token_ids: list[list[int]] = sampler_output.sampled_token_ids.tolist()
         discarded = self.discard_request_mask[: batch.num_reqs]
-        for row in np.flatnonzero(discarded):
+        for row in np.flatnonzero(discarded).tolist():
             sampled_token_ids[row].clear()
 
-        for row in np.flatnonzero(~discarded):
-            num_tokens = batch.num_tokens_no_spec[row]
-            assert num_tokens < self.max_model_len, "the scheduler stops a request at max_model_len"
-            (token_id,) = sampled_token_ids[row]
-            batch.token_ids_cpu[row, num_tokens] = token_id
-            batch.num_tokens_no_spec[row] = num_tokens + 1
+        rows = np.flatnonzero(~discarded)
+        num_tokens = batch.num_tokens_no_spec[rows]
+        assert (num_tokens < self.max_model_len).all(), "max_model_len ends a request"
+        new_token_ids = [sampled_token_ids[row][0] for row in rows.tolist()]
+        batch.token_ids_cpu[rows, num_tokens] = new_token_ids
+        batch.num_tokens_no_spec[rows] += 1
+        for row, token_id in zip(rows.tolist(), new_token_ids, strict=True):
             self.requests[batch.req_ids[row]].output_token_ids.append(token_id)
         return sampled_token_ids
 

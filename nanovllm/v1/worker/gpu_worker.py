@@ -17,12 +17,13 @@ import torch
 
 from nanovllm.exceptions import VLLMValidationError
 from nanovllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from nanovllm.v1.worker.async_gpu_model_runner import AsyncGPUModelRunner
 from nanovllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 if TYPE_CHECKING:
     from nanovllm.config import VllmConfig
     from nanovllm.v1.core.sched.output import SchedulerOutput
-    from nanovllm.v1.outputs import ModelRunnerOutput
+    from nanovllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 # On a CPU: the share of the free memory that the KV cache may take.
 CPU_KV_CACHE_MEMORY_SHARE = 0.5
@@ -38,6 +39,7 @@ class Worker:
         load_model                   weights
         determine_available_memory   what is left for the KV cache
         initialize_from_config       allocate it
+        compile_or_warm_up_model     CUDA graphs
         execute_model                once a step
         reset, shutdown              after a failed step, at the end
     """
@@ -69,7 +71,9 @@ class Worker:
             ) from e
         if self.device.type == "cuda":
             self._claim_gpu_memory()
-        self.model_runner = GPUModelRunner(self.vllm_config, self.device)
+        is_async = self.vllm_config.scheduler_config.async_scheduling
+        runner_cls = AsyncGPUModelRunner if is_async else GPUModelRunner
+        self.model_runner = runner_cls(self.vllm_config, self.device)
 
     def _claim_gpu_memory(self) -> None:
         torch.cuda.set_device(self.device)
@@ -183,6 +187,22 @@ class Worker:
                 parameter=knob,
             ) from e
 
+    def compile_or_warm_up_model(self) -> None:
+        """Record the CUDA graphs, if there are to be any.
+
+        Raises:
+            VLLMValidationError: they do not fit beside the KV cache.
+        """
+        try:
+            self.model_runner.capture_model()
+        except torch.OutOfMemoryError as e:
+            raise VLLMValidationError(
+                f"The CUDA graphs do not fit on {self.device} beside the KV cache; lower "
+                "gpu_memory_utilization or max_cudagraph_capture_size, or set enforce_eager.",
+                parameter="gpu_memory_utilization",
+                value=self.cache_config.gpu_memory_utilization,
+            ) from e
+
     def reset(self) -> None:
         """Forget every request, after a step that failed."""
         self.model_runner.reset()
@@ -194,8 +214,10 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step to its end."""
+    def execute_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Run one step: to its end, or with async scheduling until all of it is under way."""
         output = self.model_runner.execute_model(scheduler_output)
         return self.model_runner.sample_tokens() if output is None else output
 
