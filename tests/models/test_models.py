@@ -66,6 +66,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0} | ORIGINAL
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.3},
     "llama3": LLAMA3 | ORIGINAL,
     "yarn": YARN,
     "yarn with attention_factor": YARN | {"attention_factor": 1.5},
@@ -98,19 +99,20 @@ def test_every_rope_type_equals_transformers(
     name: str, config_cls: type[PretrainedConfig], tmp_path: Path
 ):
     """Logits agree for every RoPE type, on prompts beyond the original context length; and the type
-    matters: with plain RoPE the logits would be others."""
+    matters: with plain RoPE the logits would be others ("dynamic" is plain RoPE up to the trained
+    length, the longest that is served)."""
     hf_model = save_random_checkpoint(tmp_path, rope_config(ROPES[name], config_cls))
     prompts = make_prompts()
     ours = our_logits(load(tmp_path), prompts)
     assert_logits_equal(ours, hf_logits(hf_model, prompts))
-    if name != "default":
+    if name not in ("default", "dynamic"):
         plain = AutoModelForCausalLM.from_config(rope_config({"rope_type": "default"}, config_cls))
         plain.load_state_dict(hf_model.state_dict())
         assert (ours - hf_logits(plain.eval(), prompts)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
-@pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("name", ["default", "linear", "dynamic", "llama3", "yarn"])
 def test_rope_scaling_of_older_checkpoints_is_read(name: str, type_key: str, tmp_path: Path):
     """`rope_theta` beside `rope_scaling`, the form before transformers 5, means the same."""
     hf_model = save_random_checkpoint(tmp_path, rope_config(ROPES[name]))
@@ -204,11 +206,13 @@ def test_every_registered_architecture_resolves_to_a_class():
         (ROPES["default"], 64),
         (ROPES["llama3"], 64),  # max_position_embeddings is the stretched length already
         (ROPES["linear"], 4 * 64),
+        (ROPES["dynamic"], 64),  # for longer sequences the angles would depend on the length
         (ROPES["yarn"], 4 * 16),
     ],
 )
 def test_max_model_len_follows_the_rope_scaling(rope: dict, expected: int, tmp_path: Path):
-    """The longest context is derived from config.json as upstream derives it."""
+    """The longest context is derived from config.json as upstream derives it; except for "dynamic",
+    where upstream admits `factor` times as many positions as its table of angles has."""
     rope_config(rope).save_pretrained(tmp_path)
     assert make_config(tmp_path).model_config.max_model_len == expected
 

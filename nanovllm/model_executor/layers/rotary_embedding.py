@@ -6,14 +6,17 @@ product of a turned query and a turned key depends on the distance between their
 
     inv_freq[i] = theta ** (-2 i / head_size)       1 for the first pair, tiny for the last
 
-A model is stretched by lowering frequencies: all of them (linear), or only those too slow to have
-turned once within the trained context (llama3, yarn).
+A model is stretched by lowering frequencies: all of them alike (linear), the slower the more (ntk,
+dynamic), or only those too slow to have turned once within the trained context (llama3, yarn).
+
+The same rotation as a product of complex numbers, the older encodings that are added to embeddings,
+and plots of all of them are in nanovllm/lab/positions.py.
 
 Upstream: vllm/model_executor/layers/rotary_embedding/ (0.23.0), a package with a file a variant.
-Left out: dynamic NTK, longrope, mrope and partial rotation (all refused by name), the interleaved
-("GPT-J") pairing, fused kernels. Upstream keeps the modules in a global dict so that layers share
-one; here the model makes one and hands it to its layers. YaRN reads `attention_factor`, `mscale`
-and `mscale_all_dim` as transformers does.
+Left out: longrope, mrope, partial rotation and the `mixed_b` of ntk (all refused by name), the
+interleaved ("GPT-J") pairing, fused kernels. Upstream keeps the modules in a global dict so that
+layers share one; here the model makes one and hands it to its layers. YaRN reads
+`attention_factor`, `mscale` and `mscale_all_dim` as transformers does.
 """
 
 from __future__ import annotations
@@ -52,11 +55,11 @@ class RotaryEmbedding(nn.Module):
 
     def _compute_inv_freq(self) -> torch.Tensor:
         """[head_size / 2] float32: radians a position."""
-        return 1.0 / self._pos_freqs()
+        return 1.0 / self._pos_freqs(self.base)
 
-    def _pos_freqs(self) -> torch.Tensor:
+    def _pos_freqs(self, base: float) -> torch.Tensor:
         exponents = torch.arange(0, self.head_size, 2, dtype=torch.float, device="cpu")
-        return self.base ** (exponents / self.head_size)
+        return base ** (exponents / self.head_size)
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         positions = torch.arange(self.max_position_embeddings, dtype=torch.float, device="cpu")
@@ -96,6 +99,67 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
 
     def _compute_inv_freq(self) -> torch.Tensor:
         return super()._compute_inv_freq() / self.scaling_factor
+
+
+class NTKScalingRotaryEmbedding(RotaryEmbedding):
+    """NTK-aware scaling with a fixed factor: pair i is divided by scaling_factor ** (2 (i + 1) /
+    head_size), so the last pair by scaling_factor, as linear scaling would, and the first hardly.
+    Neighbouring positions stay as easy to tell apart as in training.
+
+    Most of the power lies in a larger base; the division puts the last pair where it belongs.
+    transformers does not know the type, so upstream's formula is the definition.
+
+    Source: Su 2023, kexue.fm/archives/9706.
+    """
+
+    def __init__(
+        self, head_size: int, max_position_embeddings: int, base: float, scaling_factor: float
+    ) -> None:
+        self.scaling_factor = scaling_factor
+        super().__init__(head_size, max_position_embeddings, base)
+
+    def _compute_inv_freq(self) -> torch.Tensor:
+        inv_freq = 1.0 / self._pos_freqs(self.base * self.scaling_factor)
+        return inv_freq / self.scaling_factor ** (2 / self.head_size)
+
+
+class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
+    """NTK-aware scaling that follows the length of the sequence: none as long as it fits into the
+    trained context, then a base that grows with it.
+
+        base * (scaling_factor * length / max_trained_positions - (scaling_factor - 1))
+             ** (head_size / (head_size - 2))
+
+    The first pair keeps its frequency, the last is divided by the bracket. `length` is
+    `max_position_embeddings`, so one module is right for one length. That is enough for the engine,
+    which admits no sequence beyond the trained context: up to there the bracket is 1, and this is
+    plain RoPE. Beyond, transformers makes a new table at every length, while keys in the cache have
+    been turned by older ones; a position has no one angle then.
+
+    Args:
+        max_trained_positions: the context length that the model was trained with.
+
+    Source: bloc97 and emozilla 2023, as told in Peng et al., arXiv:2309.00071, appendix B.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        max_position_embeddings: int,
+        base: float,
+        scaling_factor: float,
+        max_trained_positions: int,
+    ) -> None:
+        self.scaling_factor = scaling_factor
+        self.max_trained_positions = max_trained_positions
+        super().__init__(head_size, max_position_embeddings, base)
+
+    def _compute_inv_freq(self) -> torch.Tensor:
+        length = max(self.max_position_embeddings, self.max_trained_positions)
+        stretch = self.scaling_factor * length / self.max_trained_positions
+        stretch -= self.scaling_factor - 1
+        base = self.base * stretch ** (self.head_size / (self.head_size - 2))
+        return 1.0 / self._pos_freqs(base)
 
 
 class Llama3RotaryEmbedding(RotaryEmbedding):
@@ -184,7 +248,7 @@ class YaRNScalingRotaryEmbedding(RotaryEmbedding):
             high += 0.001  # a ramp of no width would divide by zero
         index = torch.arange(self.head_size // 2, dtype=torch.float, device="cpu")
         keep = 1 - ((index - low) / (high - low)).clamp(0, 1)
-        pos_freqs = self._pos_freqs()
+        pos_freqs = self._pos_freqs(self.base)
         return 1.0 / (self.scaling_factor * pos_freqs) * (1 - keep) + 1.0 / pos_freqs * keep
 
 
@@ -200,6 +264,8 @@ _ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": {"factor", _ORIGINAL, "finetuned"},
     "linear": {"factor", _ORIGINAL, "finetuned"},
+    "ntk": {"factor"},
+    "dynamic": {"factor"},
     "llama3": {"factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"},
     "yarn": {
         "factor",
@@ -220,7 +286,8 @@ def get_rope(head_size: int, max_position: int, rope_parameters: dict[str, Any])
 
     Args:
         head_size: width of one head, even.
-        max_position: positions to tabulate.
+        max_position: positions to tabulate; no more than the model was trained with if the type is
+            "dynamic", which ModelConfig.max_model_len sees to.
         rope_parameters: what `nanovllm.config.get_rope_parameters` returns.
 
     Raises:
@@ -265,6 +332,12 @@ def _make_rope(
     factor = rope["factor"]
     if rope_type == "linear":
         return LinearScalingRotaryEmbedding(head_size, max_position, base, factor)
+    if rope_type == "ntk":
+        return NTKScalingRotaryEmbedding(head_size, max_position, base, factor)
+    if rope_type == "dynamic":
+        return DynamicNTKScalingRotaryEmbedding(
+            head_size, max_position, base, factor, max_trained_positions=max_position
+        )
     if rope_type == "llama3":
         return Llama3RotaryEmbedding(
             head_size,
