@@ -1,6 +1,8 @@
-"""Offline throughput: many requests at once, ours against transformers' generate.
+"""Offline throughput: many requests at once, ours against transformers' generate and vLLM.
 
     python scripts/bench_offline.py --engine nanovllm --engine hf
+    python scripts/bench_offline.py --engine nanovllm --device cuda --model CHECKPOINT \\
+        --num-prompts 256 --min-len 100 --max-len 1024 --temperature 0.6     # and with vllm
 
 Prompts and outputs have lengths drawn uniformly (seeded) and random tokens; EOS is ignored, so
 every request gives exactly the tokens it was drawn to give. Only those count: what a static batch
@@ -8,12 +10,14 @@ generates past a request's length is waste. transformers is measured with its be
 of those given: requests sorted by prompt length (output lengths are not known beforehand in real
 life), left-padded, each batch run to its longest output.
 
-One JSON line a run, with repetitions interleaved between engines.
+One JSON line a run, with repetitions interleaved between engines. vLLM runs in a process of its
+own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -51,24 +55,29 @@ def make_workload(args: argparse.Namespace, vocab_size: int) -> Workload:
     return Workload(prompts, [output for _, output in lens])
 
 
-def make_nanovllm(args: argparse.Namespace) -> tuple[int, Callable[[Workload], None]]:
-    from nanovllm import LLM, SamplingParams
-
-    llm = LLM(
-        model=args.model, dtype=args.dtype, device=args.device, enable_prefix_caching=False,
-        max_num_seqs=args.num_prompts, max_model_len=2 * args.max_len,
+def make_offline(package: str, args: argparse.Namespace) -> tuple[int, Callable[[Workload], None]]:
+    """vLLM's LLM class, or ours, which has its interface."""
+    module = importlib.import_module(package)
+    kwargs = {"device": args.device} if package == "nanovllm" else {}
+    llm = module.LLM(
+        model=args.model, dtype=args.dtype, enable_prefix_caching=False,
+        max_num_seqs=args.num_prompts, max_model_len=2 * args.max_len, skip_tokenizer_init=True,
+        **kwargs,
     )  # fmt: skip
 
     def run(workload: Workload) -> None:
         params = [
-            SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+            module.SamplingParams(
+                temperature=args.temperature, max_tokens=n, ignore_eos=True, detokenize=False
+            )
             for n in workload.output_lens
         ]
-        outputs = llm.generate(workload.prompts, params, use_tqdm=False)
+        prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         got = [len(output.outputs[0].token_ids) for output in outputs]
         assert got == workload.output_lens, got
 
-    return llm.llm_engine.model_config.get_vocab_size(), run
+    return json.loads(Path(args.model, "config.json").read_text())["vocab_size"], run
 
 
 def make_hf(args: argparse.Namespace, batch_size: int) -> tuple[int, Callable[[Workload], None]]:
@@ -105,7 +114,7 @@ def make_hf(args: argparse.Namespace, batch_size: int) -> tuple[int, Callable[[W
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--engine", action="append", choices=("nanovllm", "hf"), default=None)
+    parser.add_argument("--engine", action="append", choices=("nanovllm", "vllm", "hf"))
     parser.add_argument("--model", default=str(DEFAULT_MODEL))
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--min-len", type=int, default=16, help="prompt and output tokens, least")
@@ -114,14 +123,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="file that the medians are appended to, as a JSON line each")
     args = parser.parse_args()
 
     runs: dict[str, Callable[[Workload], None]] = {}
     vocab_size = 0
     for engine in args.engine or ["nanovllm"]:
-        if engine == "nanovllm":
-            vocab_size, runs["nanovllm"] = make_nanovllm(args)
+        if engine != "hf":
+            vocab_size, runs[engine] = make_offline(engine, args)
         else:
             for batch_size in args.hf_batch_sizes:
                 vocab_size, runs[f"hf, batch {batch_size}"] = make_hf(args, batch_size)
@@ -145,6 +156,12 @@ def main() -> None:
     if "nanovllm" in medians and hf:
         summary["nanovllm / best hf"] = round(medians["nanovllm"] / max(hf), 2)
     print(json.dumps({"median_output_tokens_per_s": summary}))
+    if args.out:
+        with open(args.out, "a", encoding="utf-8") as file:
+            for name, values in rates.items():
+                line = {"workload": "throughput", "engine": name, "unit": "tokens/s",
+                        "median": round(medians[name], 1), "all": values}  # fmt: skip
+                file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
