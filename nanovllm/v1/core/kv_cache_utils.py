@@ -179,17 +179,20 @@ def get_request_block_hasher(block_size: int) -> Callable[[Request], list[BlockH
     """
 
     def request_block_hasher(request: Request) -> list[BlockHash]:
-        hashes: list[BlockHash] = []
         start = len(request.block_hashes) * block_size
+        if start + block_size > request.num_tokens:
+            return []
+        hashes: list[BlockHash] = []
         parent = request.block_hashes[-1] if request.block_hashes else None
-        while start + block_size <= request.num_tokens:
-            # The salt enters the first block only; every later hash has it through its parent.
-            salted = start == 0 and request.cache_salt is not None
-            extra_keys = (request.cache_salt,) if salted else ()
-            block_tokens = request.all_token_ids[start : start + block_size]
-            parent = hash_block_tokens(parent, block_tokens, extra_keys)  # type: ignore[arg-type]
+        # The salt enters the first block only; every later hash has it through its parent.
+        salted = start == 0 and request.cache_salt is not None
+        extra_keys = (request.cache_salt,) if salted else ()
+        # As bytes at once: a prompt of thousands of tokens is hashed before its first step.
+        tokens = array("q", request.all_token_ids[start:])
+        for i in range(0, len(tokens) - block_size + 1, block_size):
+            parent = hash_block_tokens(parent, tokens[i : i + block_size], extra_keys)  # type: ignore[arg-type]
+            extra_keys = ()
             hashes.append(parent)
-            start += block_size
         return hashes
 
     return request_block_hasher
