@@ -40,6 +40,15 @@ class DenseMetadataBuilder(AttentionMetadataBuilder[list[int]]):
 
 
 class DenseImpl(AttentionImpl[list[int]]):
+    def do_kv_cache_update(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: list[int],
+    ) -> None:
+        """There is no cache."""
+
     def forward(
         self,
         query: torch.Tensor,
@@ -47,6 +56,7 @@ class DenseImpl(AttentionImpl[list[int]]):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: list[int],
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         outputs = []
         for q, k, v in zip(*(x.split(attn_metadata) for x in (query, key, value)), strict=True):

@@ -17,7 +17,7 @@ from nanovllm.v1.attention.backend import AttentionBackend
 
 
 class Attention(nn.Module):
-    """Splits heads, calls the backend on this layer's KV cache, joins heads.
+    """Splits heads, has the backend write and read this layer's KV cache, joins heads.
 
     Args:
         num_heads: query heads.
@@ -51,12 +51,13 @@ class Attention(nn.Module):
         value: torch.Tensor,  # [num_tokens, num_kv_heads * head_size]
         kv_caches: list[torch.Tensor],  # one a layer
         attn_metadata: Any,  # the backend's own
+        is_cached: bool = False,  # key and value have been written to the cache
     ) -> torch.Tensor:  # [num_tokens, num_heads * head_size]
-        output = self.impl.forward(
-            query.view(-1, self.num_heads, self.head_size),
-            key.view(-1, self.num_kv_heads, self.head_size),
-            value.view(-1, self.num_kv_heads, self.head_size),
-            kv_caches[self.layer_idx],
-            attn_metadata,
-        )
+        query = query.view(-1, self.num_heads, self.head_size)
+        key = key.view(-1, self.num_kv_heads, self.head_size)
+        value = value.view(-1, self.num_kv_heads, self.head_size)
+        kv_cache = kv_caches[self.layer_idx]
+        if not is_cached:
+            self.impl.do_kv_cache_update(key, value, kv_cache, attn_metadata)
+        output = self.impl.forward(query, key, value, kv_cache, attn_metadata)
         return output.reshape(-1, self.num_heads * self.head_size)

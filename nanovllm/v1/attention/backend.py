@@ -1,7 +1,8 @@
 """The interface between the model runner and an attention backend.
 
 A backend is three things: the shape it wants the KV cache in, a builder that turns the step's batch
-into the metadata its kernels need (once a step), and the implementation that every layer calls.
+into the metadata its kernels need (once a step), and the implementation that every layer calls,
+first to write the batch's keys and values to the cache, then to attend.
 
 Upstream: vllm/v1/attention/backend.py (0.23.0)
 Left out: MLA, sinks, ALiBi, encoder attention, cascade attention, quantized KV caches.
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from enum import Enum
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
@@ -41,30 +43,93 @@ class CommonAttentionMetadata:
     causal: bool = True
 
 
+class AttentionCGSupport(Enum):
+    """Which batches a backend can attend to inside a CUDA graph."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1  # every request computes one token
+
+
 M = TypeVar("M")
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Turns CommonAttentionMetadata into a backend's own metadata, once a step."""
+    """Turns CommonAttentionMetadata into a backend's own metadata, once a step.
 
-    def __init__(self, block_size: int, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    Args:
+        block_size: tokens a block of the KV cache.
+        num_heads, num_kv_heads, head_size: of every layer.
+        max_num_reqs: the most requests in one batch; None: not known.
+        max_model_len: the longest context in tokens; None: not known.
+        device: where the batch is; None: a CPU.
+        dtype: of keys and values.
+    """
+
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def __init__(
+        self,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        max_num_reqs: int | None = None,
+        max_model_len: int | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.block_size = block_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
+        self.max_num_reqs = max_num_reqs
+        self.max_model_len = max_model_len
+        self.device = device if device is not None else torch.device("cpu")
+        self.dtype = dtype
 
     @abstractmethod
     def build(self, common_attn_metadata: CommonAttentionMetadata) -> M: ...
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
+        """Metadata for recording a graph, which will be replayed for other batches of this size.
+
+        What it says may depend on the number of requests and on the addresses of the device
+        tensors, on nothing else: lengths, slots and blocks are read by the kernels, from those
+        addresses, at each replay. Rows that pad a batch have a query length and a seq_len of 0, and
+        their tokens slot -1.
+
+        Raises:
+            NotImplementedError: cudagraph_support is NEVER.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no metadata for CUDA graphs")
+
 
 class AttentionImpl(ABC, Generic[M]):
-    """One layer's attention over the paged KV cache."""
+    """One layer's attention over the paged KV cache, in two calls.
+
+    The order matters: all of the batch is written before any of it is read, because a request may
+    read blocks that another request of the same batch fills in this very step (see
+    BlockPool.cache_full_blocks).
+    """
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
         self.num_kv_heads = num_kv_heads
+
+    @abstractmethod
+    def do_kv_cache_update(
+        self,
+        key: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+        value: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
+        kv_cache: torch.Tensor,  # AttentionBackend.get_kv_cache_shape
+        attn_metadata: M,
+    ) -> None:
+        """Write the batch's keys and values to their slots.
+
+        A model that has done so itself (fused with its rotary embedding, say) skips this call.
+        """
 
     @abstractmethod
     def forward(
@@ -74,11 +139,13 @@ class AttentionImpl(ABC, Generic[M]):
         value: torch.Tensor,  # [num_tokens, num_kv_heads, head_size]
         kv_cache: torch.Tensor,  # AttentionBackend.get_kv_cache_shape
         attn_metadata: M,
+        output: torch.Tensor | None = None,  # like query, contiguous; None: a new tensor
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_size]
-        """Write the whole batch's keys and values to the cache, then attend.
+        """Attend; the cache holds the batch's keys and values already.
 
-        The order matters: a request may read blocks that another request of the same batch fills in
-        this very step (see BlockPool.cache_full_blocks).
+        They are passed once more, for a prompt whose whole context is in this batch can be attended
+        to where it is. The three may be strided views (slices of one projection's output), each
+        head contiguous.
         """
 
 
@@ -96,6 +163,13 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]: ...
+
+    @staticmethod
+    def validate_configuration(
+        device_type: str, head_size: int, dtype: torch.dtype, block_size: int
+    ) -> list[str]:
+        """Why this backend cannot run here, one reason an entry; empty if it can."""
+        return []
 
     @staticmethod
     def get_kv_cache_shape(

@@ -192,7 +192,7 @@ class LLMEngine:
         """Two lines: what runs where, and how much the KV cache holds."""
         import torch
 
-        from nanovllm.v1.attention.selector import get_attn_backend
+        from nanovllm.v1.attention.selector import choose_attn_backend
 
         device = self.vllm_config.device_config.device
         hardware = (
@@ -209,7 +209,7 @@ class LLMEngine:
             device,
             hardware,
             str(self.model_config.torch_dtype).removeprefix("torch."),
-            get_attn_backend(self.vllm_config).get_name(),
+            choose_attn_backend(self.vllm_config)[0].get_name(),
         )
         cache_config = self.vllm_config.cache_config
         assert cache_config.num_gpu_blocks is not None  # set by EngineCore

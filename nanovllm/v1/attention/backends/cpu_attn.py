@@ -83,6 +83,7 @@ class CPUAttentionMetadata:
     head_size], in which a block is `block_size` rows of keys, then as many of values.
     """
 
+    slot_mapping: torch.Tensor  # [num_tokens] int64, as CommonAttentionMetadata's
     write_rows: torch.Tensor  # [2 * num_tokens] int64, where the batch's keys, then values, go
     decodes: list[DecodeGroup]
     prefills: list[Prefill]
@@ -111,6 +112,7 @@ class CPUAttentionMetadataBuilder(AttentionMetadataBuilder[CPUAttentionMetadata]
         slots = common_attn_metadata.slot_mapping
         key_rows = slots + slots // self.block_size * self.block_size
         return CPUAttentionMetadata(
+            slot_mapping=slots,
             write_rows=torch.cat([key_rows, key_rows + self.block_size]),
             decodes=self._build_decodes(common_attn_metadata),
             prefills=self._build_prefills(common_attn_metadata),
@@ -200,6 +202,17 @@ def split_decodes(
 class CPUAttentionBackendImpl(AttentionImpl[CPUAttentionMetadata]):
     """One layer."""
 
+    def do_kv_cache_update(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata,
+    ) -> None:
+        # All of the batch is written before any of it is read (see AttentionImpl).
+        new_rows = torch.cat([key, value]).view(-1, self.num_kv_heads * self.head_size)
+        self._cache_rows(kv_cache).index_copy_(0, attn_metadata.write_rows, new_rows)
+
     def forward(
         self,
         query: torch.Tensor,
@@ -207,13 +220,10 @@ class CPUAttentionBackendImpl(AttentionImpl[CPUAttentionMetadata]):
         value: torch.Tensor,
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        cache_rows = kv_cache.view(-1, self.num_kv_heads * self.head_size)
-        # All of the batch is written before any of it is read (see AttentionImpl.forward).
-        new_rows = torch.cat([key, value]).view(-1, self.num_kv_heads * self.head_size)
-        cache_rows.index_copy_(0, attn_metadata.write_rows, new_rows)
-
-        output = torch.empty_like(query)
+        cache_rows = self._cache_rows(kv_cache)
+        output = torch.empty_like(query) if output is None else output
         for group in attn_metadata.decodes:
             self._decode(query, cache_rows, group, output)
         for prefill in attn_metadata.prefills:
@@ -263,6 +273,10 @@ class CPUAttentionBackendImpl(AttentionImpl[CPUAttentionMetadata]):
             scale=self.scale,
         )
         self._split_heads(output[prefill.tokens]).copy_(out)
+
+    def _cache_rows(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache as the matrix whose rows CPUAttentionMetadata counts, a view."""
+        return kv_cache.view(-1, self.num_kv_heads * self.head_size)
 
     def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         """[n, num_heads, head_size] -> [num_kv_heads, group, n, head_size], a view."""
