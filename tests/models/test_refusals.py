@@ -58,7 +58,7 @@ REFUSED = [
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
         "quantization_config",
     ),
-    ("GPT2LMHeadModel", {"activation_function": "tanh"}, "'tanh' is not supported"),
+    ("GPT2LMHeadModel", {"activation_function": "mish"}, "'mish' is not supported"),
     ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
@@ -97,8 +97,11 @@ def test_a_window_that_no_layer_uses_is_accepted(tmp_path: Path):
 
 
 BAD_ROPES = [
-    ({"rope_type": "dynamic", "factor": 2.0}, "RoPE type 'dynamic' is not supported; supported"),
-    ({"rope_type": "longrope", "factor": 2.0}, "'longrope'"),
+    ({"rope_type": "longrope", "factor": 2.0}, "RoPE type 'longrope' is not supported; supported"),
+    ({"rope_type": "dynamic", "alpha": 1000.0}, "alpha=1000.0"),
+    ({"rope_type": "dynamic", "factor": 2.0, "max_trained_positions": 32}, "max_trained_positions"),
+    ({"rope_type": "dynamic"}, "'dynamic' needs factor"),
+    ({"rope_type": "ntk", "factor": 2.0, "mixed_b": 0.75}, "mixed_b=0.75"),
     ({"rope_type": "mrope", "mrope_section": [2, 1, 1]}, "'mrope'"),
     ({"rope_type": "default", "mrope_section": [2, 1, 1]}, "mrope_section"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -129,10 +132,19 @@ def test_rope_needs_an_even_head_size():
 
 def test_an_unsupported_rope_in_config_json_is_refused_at_load(tmp_path: Path):
     """The refusal is raised when the model is loaded, too."""
+    rope = {"rope_type": "mrope", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    write_config(tmp_path, "LlamaForCausalLM", rope_parameters=rope)
+    with pytest.raises(VLLMValidationError, match="'mrope' is not supported"):
+        load(tmp_path, load_format="dummy")
+
+
+def test_a_dynamic_rope_serves_no_more_positions_than_were_trained(tmp_path: Path):
+    """Beyond them the angles of all positions would change with every token."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     write_config(tmp_path, "LlamaForCausalLM", rope_parameters=rope)
-    with pytest.raises(VLLMValidationError, match="'dynamic' is not supported"):
-        load(tmp_path, load_format="dummy")
+    load(tmp_path, load_format="dummy", max_model_len=64)
+    with pytest.raises(VLLMValidationError, match="between 1 and 64"):
+        make_config(tmp_path, max_model_len=65)
 
 
 def test_an_unknown_architecture_is_refused_with_the_supported_list(tmp_path: Path):
