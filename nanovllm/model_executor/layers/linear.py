@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.model_executor.layers.layernorm import RMSNorm
+from nanovllm.model_executor.layers.skinny_linear import skinny_linear, use_skinny_linear
 from nanovllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 
@@ -49,7 +51,23 @@ class LinearBase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., input_size] -> [..., output_size]"""
+        if use_skinny_linear(x):
+            return skinny_linear(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def forward_fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        silu_and_mul: bool = False,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`forward` of norm(x), then silu(gate) * up of its halves, or residual + it: for a few
+        rows on a GPU in one kernel. See `skinny_linear`."""
+        return skinny_linear(
+            x, self.weight, self.bias, norm=norm, silu_and_mul=silu_and_mul, residual=residual
+        )
 
 
 class ColumnParallelLinear(LinearBase):

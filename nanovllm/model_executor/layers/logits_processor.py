@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.model_executor.layers.skinny_linear import skinny_linear, use_skinny_linear
 from nanovllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
@@ -21,4 +22,6 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], in the model's dtype."""
+        if use_skinny_linear(hidden_states):
+            return skinny_linear(hidden_states, lm_head.weight)
         return F.linear(hidden_states, lm_head.weight)
