@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.entrypoints.cli import generate, tour, trace, walkthrough
+from nanovllm.entrypoints.cli import estimate, generate, tour, trace, walkthrough
 from nanovllm.exceptions import VLLMValidationError
 
 EXIT_USER_ERROR = 2
@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     generate.add_parser(subparsers)
+    estimate.add_parser(subparsers)
     tour.add_parser(subparsers)
     trace.add_parser(subparsers)
     walkthrough.add_parser(subparsers)
