@@ -12,6 +12,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.tokenizers import convert_ids_list_to_tokens, decode
 from nanovllm.trace.step_trace import EngineInfo, RequestInfo, StepTrace, Trace
 from nanovllm.trace.tracer import Tracer
+from nanovllm.v1.metrics.perf import ModelShape
 
 if TYPE_CHECKING:
     from nanovllm.entrypoints.llm import LLM
@@ -133,6 +134,8 @@ def engine_info(llm: LLM) -> EngineInfo:
         prefix_cache_backend=cache.prefix_cache_backend if cache.enable_prefix_caching else "off",
         policy=scheduler.policy,
         async_scheduling=scheduler.async_scheduling,
+        dtype=str(config.model_config.torch_dtype).removeprefix("torch."),
+        model_shape=ModelShape.from_hf_config(config.model_config.hf_config),
     )
 
 

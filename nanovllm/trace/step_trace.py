@@ -27,6 +27,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nanovllm.v1.metrics.perf import ModelShape
+
 # Raised when a field changes its meaning or goes away; new fields with defaults do not count.
 TRACE_VERSION = 1
 
@@ -281,6 +283,9 @@ class EngineInfo:
     prefix_cache_backend: str  # "hash", "radix" or "off"
     policy: str
     async_scheduling: bool
+    # What a step's operations and bytes follow from; None, "": the trace is older than these.
+    dtype: str = ""
+    model_shape: ModelShape | None = None
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -28,6 +29,9 @@ from nanovllm.trace.step_trace import (
     StepTrace,
     Trace,
 )
+from nanovllm.v1.metrics.estimate import show
+from nanovllm.v1.metrics.hardware import Hardware
+from nanovllm.v1.metrics.perf import ExecutionContext, ModelMetrics, utilization
 
 PIPED_WIDTH = 100
 LABEL_WIDTH = 10  # of the column with the sections' names
@@ -58,6 +62,8 @@ class TraceView:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._colours: dict[str, str] = {}
+        self._hardware: Hardware | None = None
+        self._metrics: ModelMetrics | None = None
 
     def print_trace(self, trace: Trace) -> None:
         self.print_header(trace.engine)
@@ -65,7 +71,11 @@ class TraceView:
             self.print_step(step)
         self.print_summary(trace.requests)
 
-    def print_header(self, engine: EngineInfo) -> None:
+    def print_header(self, engine: EngineInfo, hardware: Hardware | None = None) -> None:
+        """What the steps have in common. With `hardware`, every step also shows its work."""
+        if hardware is not None and engine.model_shape is not None:
+            self._hardware = hardware
+            self._metrics = ModelMetrics(engine.model_shape, engine.dtype)
         self._console.print(
             f"{engine.model} on {engine.device}: {engine.num_blocks - 1} blocks of "
             f"{engine.block_size} tokens, at most {engine.max_num_batched_tokens} tokens and "
@@ -93,6 +103,7 @@ class TraceView:
         self._section("blocks", self._pool(step.pool, step.events))
         if step.batch is not None:
             self._section("batch", self._batch(step.batch))
+            self._section("work", self._work(step, step.batch))
         for sampling in step.sampling:
             self._section("sampling", [Text.assemble("how ", self._name(sampling.request_id))])
             table = self._sampling(sampling)
@@ -278,6 +289,23 @@ class TraceView:
             texts = batch.input_texts[part] or list(map(str, batch.input_ids[part]))
             lines += self._tokens(texts, self._colour(req_id))
         return lines
+
+    def _work(self, step: StepTrace, batch: PackedBatch) -> list[Text]:
+        """What the model had to compute and move, and the share of the ceilings that is."""
+        if self._metrics is None or self._hardware is None:
+            return []
+        query_lens = (b - a for a, b in pairwise(batch.query_start_loc))
+        ctx = ExecutionContext.from_lens(query_lens, batch.seq_lens)
+        stats = self._metrics.get_step_perf_stats_per_gpu(ctx)
+        seconds = (step.span("execute").duration + step.span("sample").duration) / 1e6
+        used = utilization(stats, seconds, self._hardware, self._metrics.weight_dtype)
+        return [
+            Text(
+                f"{show(stats.num_flops_per_gpu, 'FLOP')}, {show(stats.num_bytes_per_gpu, 'B')} in "
+                f"{seconds * 1e3:.2f} ms: {show(used.flops_per_s, 'FLOP/s')} (MFU {used.mfu:.1%}), "
+                f"{show(used.bytes_per_s, 'B/s')} (MBU {used.mbu:.1%})"
+            )
+        ]
 
     def _tokens(self, texts: Sequence[str], colour: str) -> list[Text]:
         """Tokens set apart by bars, broken between tokens only."""

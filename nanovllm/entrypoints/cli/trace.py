@@ -22,7 +22,8 @@ from nanovllm.entrypoints.cli.generate import (
 from nanovllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
-    from nanovllm.trace.step_trace import Trace
+    from nanovllm.trace.step_trace import EngineInfo, Trace
+    from nanovllm.v1.metrics.hardware import Hardware
 
 DEFAULT_MAX_TOKENS = 8
 # An engine small enough to be looked at: blocks that fill up within a sentence, few enough of them
@@ -96,6 +97,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     view.add_argument(
         "--steps", type=_step_range, metavar="A[-B]", help="print these steps only, from 1"
     )
+    view.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="also operations and bytes of each step and their shares of what this hardware can "
+        "do: h200, rtx4090 ... as for nanovllm estimate, or measured (this machine)",
+    )
     view.add_argument("-q", "--quiet", action="store_true", help="print nothing, write files only")
     view.add_argument(
         "--jsonl", metavar="FILE", help="write the trace: a line about the run, then one a step"
@@ -157,7 +164,7 @@ def run(args: argparse.Namespace) -> None:
     if args.from_file is not None:
         trace = _read_trace(args.from_file)
         if view is not None:
-            view.print_header(trace.engine)
+            view.print_header(trace.engine, _hardware(args, trace.engine))
         for step in trace:
             if view is not None and shown(step.step):
                 view.print_step(step)
@@ -193,7 +200,7 @@ def _take_trace(args: argparse.Namespace, view: Any, shown: Callable[[int], bool
     if args.chat:
         prompts = [llm.preprocess_chat(_messages(prompt, args.system)) for prompt in prompts]
     if view is not None:
-        view.print_header(engine_info(llm))
+        view.print_header(engine_info(llm), _hardware(args, engine_info(llm)))
     return trace(
         llm,
         prompts,
@@ -203,6 +210,19 @@ def _take_trace(args: argparse.Namespace, view: Any, shown: Callable[[int], bool
         watch_step=(lambda step: args.watch_step is None or step in args.watch_step),
         on_step=lambda step: view.print_step(step) if view and shown(step.step) else None,
     )
+
+
+def _hardware(args: argparse.Namespace, engine: EngineInfo) -> Hardware | None:
+    from nanovllm.v1.metrics.hardware import get_hardware
+
+    if args.hardware is None:
+        return None
+    if engine.model_shape is None:
+        raise VLLMValidationError(
+            "the trace does not say how large the model is; take a new one for --hardware.",
+            parameter="hardware",
+        )
+    return get_hardware(args.hardware, engine.dtype, engine.device)
 
 
 def _engine_args(args: argparse.Namespace) -> EngineArgs:
