@@ -55,7 +55,7 @@ def choose_config(head_size: int, dtype: torch.dtype) -> FlashAttentionConfig:
       unit is the limit, not the bandwidth.
     - The accumulator (block_m x head_size) and the scores (block_m x block_n) live in registers,
       in float32. 128 x 128 floats are 64 registers for each of 256 threads, of 255 at most: with a
-      head of 128 the score tile is narrower, or the registers spill.
+      head of 128 the score tile is narrower, to leave some for the rest.
     - num_stages: keys and values of one stage are 2 * block_n * head_size elements of shared
       memory, of which a program can have 227 KB.
 
@@ -63,7 +63,7 @@ def choose_config(head_size: int, dtype: torch.dtype) -> FlashAttentionConfig:
     with small tiles, as their operands are in registers too.
     """
     if dtype == torch.float32:
-        return FlashAttentionConfig(32, 32, 4, 1)
+        return FlashAttentionConfig(32, 16, 8, 1)
     if head_size <= 64:
         return FlashAttentionConfig(128, 128, 8, 3)
     if head_size <= 128:
@@ -86,7 +86,7 @@ def _attend(
     k_tile = tl.arange(0, BLOCK_N)[:, None] * stride_k + dims[None, :]
     v_tile = tl.arange(0, BLOCK_N)[:, None] * stride_v + dims[None, :]
     # 64-bit: a long sequence's last key can lie more than 2^31 elements after its first.
-    stride_k, stride_v = stride_k.to(tl.int64), stride_v.to(tl.int64)
+    stride_k, stride_v = tl.cast(stride_k, tl.int64), tl.cast(stride_v, tl.int64)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         if MASKED or HEAD_SIZE != BLOCK_D:

@@ -96,6 +96,23 @@ def test_strided_inputs_and_a_given_scale(device: str, dtype: torch.dtype) -> No
     assert error < (1e-4 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_nothing_beside_the_output_is_written(device: str, dtype: torch.dtype) -> None:
+    """Tiles hang over the last query and the head size; their surplus stays in the program."""
+    q, k, v = qkv(1, 19, 19, 3, 1, 20, device=device, dtype=dtype)
+    memory = torch.full((3, 19, 3, 20), 7.0, device=device, dtype=dtype)
+    flash_attention(q, k, v, out=memory[1:2], config=SMALL)
+    assert_close(memory[1:2], attention_reference(q.double(), k.double(), v.double()))
+    assert (memory[::2] == 7).all()
+    cache, tables, lens = make_cache([19], 16, 1, 20, device, dtype)
+    for splits in (1, 3):
+        memory[0] = 7.0
+        config = PagedDecodeConfig(16, splits, 4, 1)
+        paged_decode(q[:, -1], cache, tables, lens, out=memory[0, 9:10], config=config)
+        assert (memory[0, :9] == 7).all() and (memory[0, 10:] == 7).all()
+        assert (memory[0, 9] != 7).all()
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """In a sentence, before anything is launched."""
     q, k, v = qkv(1, 4, 4, 4, 2, 16, device="cpu", dtype=torch.float32)
