@@ -33,7 +33,9 @@ from nanovllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.model_executor.layers.logits_processor import LogitsProcessor
+from nanovllm.model_executor.layers.qk_norm_rope_cache import qk_norm_rope_and_cache
 from nanovllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.model_executor.layers.skinny_linear import use_skinny_linear
 from nanovllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -43,6 +45,7 @@ from nanovllm.model_executor.models.utils import (
     StackedParamsMapping,
     verify_supported,
 )
+from nanovllm.triton_utils import use_triton
 from nanovllm.v1.attention.backend import AttentionBackend
 
 
@@ -94,6 +97,9 @@ class LlamaAttention(nn.Module):
             bias=attention_bias if qkv_bias is None else qkv_bias,
         )
         self.o_proj = RowParallelLinear(self.q_size, config.hidden_size, bias=attention_bias)
+        # Qwen3 normalizes each head of the queries and keys before they are turned.
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
         self.rotary_emb = rotary_emb
         self.attn = Attention(
             num_heads,
@@ -113,9 +119,35 @@ class LlamaAttention(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [num_tokens, hidden_size] -> the same shape."""
         qkv = self.qkv_proj(hidden_states)
+        return self.o_proj(self.attend(positions, qkv, kv_caches, attn_metadata))
+
+    def attend(
+        self,
+        positions: torch.Tensor,
+        qkv: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        attn_metadata: Any,
+    ) -> torch.Tensor:
+        """qkv [num_tokens, q_size + 2 * kv_size] -> [num_tokens, q_size]."""
+        if use_triton(qkv):  # rotation and cache in one kernel
+            q, k, v = qk_norm_rope_and_cache(
+                qkv,
+                positions,
+                kv_caches[self.attn.layer_idx],
+                attn_metadata.slot_mapping,
+                rotary_emb=self.rotary_emb,
+                num_heads=self.attn.num_heads,
+                num_kv_heads=self.attn.num_kv_heads,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+            )
+            return self.attn(q, k, v, kv_caches, attn_metadata, is_cached=True)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(1)
+            k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(1)
         q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, kv_caches, attn_metadata))
+        return self.attn(q, k, v, kv_caches, attn_metadata)
 
 
 class LlamaDecoderLayer(nn.Module):
@@ -147,10 +179,12 @@ class LlamaDecoderLayer(nn.Module):
         residual: torch.Tensor | None,
         kv_caches: list[torch.Tensor],
         attn_metadata: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(hidden_states, residual) -> (hidden_states, residual), [num_tokens, hidden_size] each.
-        The residual stream is their sum, which the next norm computes; it is None before the first
-        layer."""
+        The residual stream is their sum, which the next norm computes; None: hidden_states alone is
+        the stream, as before the first layer."""
+        if residual is None and use_skinny_linear(hidden_states):
+            return self.forward_skinny(positions, hidden_states, kv_caches, attn_metadata), None
         if residual is None:
             residual = hidden_states
             hidden_states = self.input_layernorm(hidden_states)
@@ -159,6 +193,22 @@ class LlamaDecoderLayer(nn.Module):
         hidden_states = self.self_attn(positions, hidden_states, kv_caches, attn_metadata)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
+
+    def forward_skinny(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        kv_caches: list[torch.Tensor],
+        attn_metadata: Any,
+    ) -> torch.Tensor:
+        """The same for a few tokens on a GPU: what stands between two linear layers is done in
+        their kernels. [num_tokens, hidden_size], the residual stream before and after the layer."""
+        attn, mlp = self.self_attn, self.mlp
+        qkv = attn.qkv_proj.forward_fused(hidden_states, norm=self.input_layernorm)
+        heads = attn.attend(positions, qkv, kv_caches, attn_metadata)
+        hidden_states = attn.o_proj.forward_fused(heads, residual=hidden_states)
+        gate_up = mlp.gate_up_proj.forward_fused(hidden_states, norm=self.post_attention_layernorm)
+        return mlp.down_proj.forward_fused(gate_up, silu_and_mul=True, residual=hidden_states)
 
 
 class LlamaModel(nn.Module):
@@ -195,11 +245,13 @@ class LlamaModel(nn.Module):
         attn_metadata: Any,
     ) -> torch.Tensor:
         hidden_states = self.embed_tokens(input_ids)
-        residual = None
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(
                 positions, hidden_states, residual, kv_caches, attn_metadata
             )
+        if residual is None:
+            return self.norm(hidden_states)
         hidden_states, _ = self.norm(hidden_states, residual)
         return hidden_states
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nanovllm.config import VllmConfig
 from nanovllm.model_executor.layers.layernorm import RMSNorm
 from nanovllm.model_executor.layers.rotary_embedding import RotaryEmbedding
@@ -34,21 +32,6 @@ class Qwen3Attention(LlamaAttention):
         super().__init__(config, layer_idx, rotary_emb, attn_backend)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        positions: torch.Tensor,
-        hidden_states: torch.Tensor,
-        kv_caches: list[torch.Tensor],
-        attn_metadata: Any,
-    ) -> torch.Tensor:
-        """hidden_states [num_tokens, hidden_size] -> the same shape."""
-        qkv = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(1)
-        k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(1)
-        q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v, kv_caches, attn_metadata))
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

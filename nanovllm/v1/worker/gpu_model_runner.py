@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm.model_executor.model_loader.default_loader import get_model
-from nanovllm.v1.attention.backend import CommonAttentionMetadata
+from nanovllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from nanovllm.v1.attention.selector import get_attn_backend
 from nanovllm.v1.cudagraph_dispatcher import CudagraphDispatcher, get_cudagraph_capture_sizes
 from nanovllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -103,6 +103,7 @@ class GPUModelRunner:
             max_num_reqs=self.max_num_reqs,
             max_model_len=self.max_model_len,
             device=device,
+            dtype=model_config.torch_dtype,
         )
         self.sampler = Sampler(seed=model_config.seed)
         self.model: torch.nn.Module
@@ -125,7 +126,8 @@ class GPUModelRunner:
         self.execute_model_state: ExecuteModelState | None = None
 
         capture_sizes: list[int] = []
-        if device.type == "cuda" and not model_config.enforce_eager:
+        can_capture = self.attn_metadata_builder.cudagraph_support is not AttentionCGSupport.NEVER
+        if device.type == "cuda" and can_capture and not model_config.enforce_eager:
             capture_sizes = get_cudagraph_capture_sizes(
                 self.max_num_reqs, vllm_config.max_cudagraph_capture_size
             )
