@@ -1,9 +1,8 @@
 """Programmatic dependent launch: a kernel begins before the one before it has ended.
 
-Between two kernels of a stream the GPU is idle for about as long as a small kernel takes: the
-second is launched when the last program of the first has ended. Launched this way it begins as soon
-as every program of the first has begun and there is room, fetches what does not depend on the first
-(weights), and then waits.
+Between two kernels of a stream the GPU is idle: the second is launched when the last program of the
+first has ended. Launched this way it begins as soon as every program of the first has begun and
+there is room, fetches what does not depend on the first (weights), and then waits.
 
     kernel n      launch_dependents   weights ...   wait   inputs ... results
     kernel n + 1           launch_dependents   weights ...          wait   inputs ... results
