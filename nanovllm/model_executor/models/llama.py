@@ -207,8 +207,10 @@ class LlamaDecoderLayer(nn.Module):
         qkv = attn.qkv_proj.forward_fused(hidden_states, norm=self.input_layernorm)
         heads = attn.attend(positions, qkv, kv_caches, attn_metadata)
         hidden_states = attn.o_proj.forward_fused(heads, residual=hidden_states)
-        gate_up = mlp.gate_up_proj.forward_fused(hidden_states, norm=self.post_attention_layernorm)
-        return mlp.down_proj.forward_fused(gate_up, silu_and_mul=True, residual=hidden_states)
+        x = mlp.gate_up_proj.forward_fused(
+            hidden_states, norm=self.post_attention_layernorm, silu_and_mul=True
+        )
+        return mlp.down_proj.forward_fused(x, residual=hidden_states)
 
 
 class LlamaModel(nn.Module):
