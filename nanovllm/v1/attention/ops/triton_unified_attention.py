@@ -112,7 +112,7 @@ def attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_block_table"])
 def kernel_prefill_attention(
     output_ptr,
     query_ptr,
@@ -206,7 +206,7 @@ def kernel_prefill_attention(
     )
 
 
-@triton.jit(do_not_specialize=["min_segment_tiles"])
+@triton.jit(do_not_specialize=["stride_block_table", "min_segment_tiles"])
 def kernel_decode_attention(
     output_ptr,
     query_ptr,
@@ -403,7 +403,7 @@ def get_decode_config(
     """Tuned on an H200 by scripts/tune_attention.py, for bfloat16 heads of 128."""
     row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
     return DecodeConfig(
-        tile=32 if row_bytes <= 512 else 16,
+        tile=32 if row_bytes < 512 else 16,
         num_warps=2,
         num_stages=2,
         num_segments=get_num_segments(num_reqs, num_kv_heads, num_sms),
@@ -415,14 +415,15 @@ def get_prefill_config(
     max_query_len: int, group: int, head_size: int, dtype: torch.dtype
 ) -> PrefillConfig:
     """Tuned on an H200 by scripts/tune_attention.py, for bfloat16 heads of 128."""
-    row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
-    if dtype == torch.float32:  # no tensor cores, so registers are what is short
-        return PrefillConfig(block_m=32, tile=32, num_warps=4, num_stages=1)
-    if row_bytes > 256:
-        return PrefillConfig(block_m=64, tile=64, num_warps=8, num_stages=2)
+    padded = padded_head_size(head_size)
+    min_block_m = triton.next_power_of_2(group)  # one token
+    if dtype == torch.float32:  # without tensor cores registers are what is short
+        return PrefillConfig(max(32 if padded <= 128 else 16, min_block_m), 16, 4, 1)
+    if padded > 128:
+        return PrefillConfig(max(64, min_block_m), 64, 8, 2)
     if max_query_len * group <= 64:  # a block of 128 would be half empty
-        return PrefillConfig(block_m=64, tile=64, num_warps=4, num_stages=3)
-    return PrefillConfig(block_m=128, tile=64, num_warps=8, num_stages=3)
+        return PrefillConfig(max(64, min_block_m), 64, 4, 3)
+    return PrefillConfig(max(128, min_block_m), 64, 8, 3)
 
 
 @dataclass
