@@ -22,6 +22,7 @@ class LogitsProcessor(nn.Module):
 
     def forward(self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], in the model's dtype."""
-        if use_skinny_linear(hidden_states):
+        # The one weight so large that cuBLAS is as good, but for a single row.
+        if hidden_states.shape[0] == 1 and use_skinny_linear(hidden_states):
             return skinny_linear(hidden_states, lm_head.weight)
         return F.linear(hidden_states, lm_head.weight)

@@ -38,7 +38,7 @@ from nanovllm.triton_utils import tl, triton, use_triton
 
 # Up to how many rows it is used; scripts/bench_fused_ops.py measures against cuBLAS.
 SKINNY_MAX_ROWS = 8
-TILE_BYTES = 32768  # of the weight, a program
+MAX_TILE_BYTES = 65536  # of the weight, a program; they wait in its registers
 # Tensor cores read the weight from shared memory, at least 16 rows of it.
 MAX_DOT_TILE_BYTES = 131072
 
@@ -51,7 +51,7 @@ def use_skinny_linear(x: torch.Tensor) -> bool:
         use_triton(x)
         and 0 < num_rows <= SKINNY_MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and row_bytes <= (TILE_BYTES if num_rows == 1 else MAX_DOT_TILE_BYTES // 16)
+        and row_bytes <= (MAX_TILE_BYTES // 2 if num_rows == 1 else MAX_DOT_TILE_BYTES // 16)
     )
 
 
@@ -73,17 +73,25 @@ class SkinnyConfig(NamedTuple):
 def get_skinny_config(
     num_rows: int, weight_rows: int, input_size: int, element_size: int, num_sms: int
 ) -> SkinnyConfig:
-    """Rows of the weight for TILE_BYTES a program, but no fewer programs than multiprocessors."""
-    use_dot = num_rows > 1 and element_size == 2
-    num_warps = 8 if use_dot or input_size * element_size > TILE_BYTES // 2 else 4
-    # Without tensor cores 16 bytes a thread: then x, too, is where it is needed, and no thread asks
-    # another for it.
-    block_k = 1024 if use_dot else num_warps * 32 * (16 // element_size)
-    block_n, fewest = 64, 16 if use_dot else 2
+    """The best of scripts/bench_fused_ops.py's sweep on an H200, or within a few percent of it.
+
+    One row: 8 rows of the weight a program, a warp two of them, 16 bytes a thread at a time: then x,
+    too, is where it is needed, and no thread asks another for it. More rows: tensor cores.
+    """
+    num_warps, use_dot = 4, num_rows > 1 and element_size == 2
+    block_n, fewest, tile_bytes = (
+        (32, 16, MAX_DOT_TILE_BYTES) if use_dot else (8, 2, MAX_TILE_BYTES)
+    )
+    # Fewer where they would not fit, or would leave half of the multiprocessors without work.
     while block_n > fewest and (
-        block_n * input_size * element_size > TILE_BYTES or weight_rows < block_n * num_sms
+        block_n * input_size * element_size > tile_bytes or weight_rows < block_n * num_sms // 2
     ):
         block_n //= 2
+    if use_dot:
+        block_k = 16384 // block_n
+    else:
+        warps_along_k = 1 if block_n >= num_warps else num_warps
+        block_k = 32 * (16 // element_size) * warps_along_k
     return SkinnyConfig(block_n, block_k, num_warps, use_dot)
 
 

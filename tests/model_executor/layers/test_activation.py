@@ -77,7 +77,7 @@ def test_the_kernel_rounds_where_torch_rounds(
     out, native = silu_and_mul(x), SiluAndMul().forward_native(x)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(
-        out, native, rtol=4 * eps if dtype == torch.float32 else 2 * eps, atol=0
+        out, native, rtol=16 * eps if dtype == torch.float32 else 2 * eps, atol=0
     )
     if dtype != torch.float32:
         assert (out != native).sum() <= 0.01 * out.numel()
