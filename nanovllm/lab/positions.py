@@ -163,7 +163,7 @@ def plot(ropes: dict[str, RotaryEmbedding], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, (near, far, bound) = plt.subplots(1, 3, figsize=(16, 4.8), layout="constrained")
+    figure, (near, far, bound) = plt.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     for name, values in scores(ropes).items():
         style = {"linestyle": "--", "color": "black"} if name == SINUSOIDAL else {}
         near.plot(values[:65], label=name, **style)
@@ -178,7 +178,7 @@ def plot(ropes: dict[str, RotaryEmbedding], path: Path) -> None:
     for axes in (near, far, bound):
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
     plt.close(figure)
 
 
