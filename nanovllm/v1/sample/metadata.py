@@ -34,7 +34,12 @@ def encode_seed(seed: int | None) -> int:
 @dataclass
 class SamplingMetadata:
     """One row a request, in the order of the logits' rows. A row of a column that its request does
-    not use holds the neutral value named here."""
+    not use holds the neutral value named here.
+
+    Who reads output_token_ids on the host, and so needs tokens that have been sampled to have
+    arrived there: bad words, min_tokens (through its logits processor), and penalties unless
+    output_token_ids_tensor is given. Everything else works one step ahead of the host.
+    """
 
     # [num_reqs] float32; below 1e-5 the row is greedy. None if all_greedy.
     temperature: torch.Tensor | None
@@ -71,3 +76,9 @@ class SamplingMetadata:
     bad_words_token_ids: dict[int, list[list[int]]]
 
     logitsprocs: LogitsProcessors
+
+    # For penalties on a GPU, in place of output_token_ids: [num_reqs, max_output_len], padded with
+    # vocab_size (ops/penalties.py, make_output_matrix), and [num_reqs] the token sampled last, if
+    # it is not in there yet; -1: none.
+    output_token_ids_tensor: torch.Tensor | None = None
+    last_sampled_token_ids: torch.Tensor | None = None

@@ -17,12 +17,16 @@ import torch
 from torch import nn
 
 from nanovllm.sampling_params import SAMPLING_EPS
+from nanovllm.triton_utils import use_triton
 from nanovllm.v1.outputs import LogprobsTensors, SamplerOutput
+from nanovllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from nanovllm.v1.sample.metadata import UNSEEDED, SamplingMetadata
+from nanovllm.v1.sample.ops.async_copy import to_device
 from nanovllm.v1.sample.ops.bad_words import apply_bad_words
+from nanovllm.v1.sample.ops.gumbel import gumbel_sample
 from nanovllm.v1.sample.ops.logprobs import batched_count_greater_than
 from nanovllm.v1.sample.ops.penalties import apply_all_penalties
-from nanovllm.v1.sample.ops.seeded_noise import row_keys
+from nanovllm.v1.sample.ops.seeded_noise import row_keys, step_keys
 from nanovllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 
@@ -39,6 +43,10 @@ class Sampler(nn.Module):
     8. Min-p.
     9. Top-k, top-p, and a random draw.
     10. The logprobs of the sampled token and of the best ones, from 1.
+
+    On a GPU steps 6 to 9 are a few Triton kernels (ops/gumbel.py, ops/topk_topp_triton.py), and if
+    no row needs steps 2 to 5 these read the model's own logits, whatever their dtype. Nothing is
+    read back to the host, so a step can be launched before the last one is done.
 
     Args:
         seed: of the generator that gives rows without a seed of their own a new one each step. The
@@ -62,13 +70,26 @@ class Sampler(nn.Module):
         # Before anything is changed in place: users see the model's own probabilities.
         raw_logprobs = None if num_logprobs is None else self.compute_logprobs(logits)
 
-        logits = self.apply_logits_processors(logits.to(torch.float32), sampling_metadata)
+        if self.needs_float32(logits, sampling_metadata):
+            logits = self.apply_logits_processors(logits.to(torch.float32), sampling_metadata)
         sampled = self.sample(logits, sampling_metadata)
 
         logprobs_tensors = None
         if raw_logprobs is not None and num_logprobs is not None:
             logprobs_tensors = self.gather_logprobs(raw_logprobs, num_logprobs, sampled)
         return SamplerOutput(sampled.to(torch.int32).unsqueeze(-1), logprobs_tensors)
+
+    @staticmethod
+    def needs_float32(logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> bool:
+        """Whether the logits must be converted, since torch operations will change them (the
+        kernels convert what they read). Always true without Triton."""
+        return not (
+            use_triton(logits)
+            and sampling_metadata.no_penalties
+            and sampling_metadata.allowed_token_ids_mask is None
+            and not sampling_metadata.bad_words_token_ids
+            and all(p.is_idle() for p in sampling_metadata.logitsprocs.non_argmax_invariant)
+        )
 
     def apply_logits_processors(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
@@ -96,11 +117,18 @@ class Sampler(nn.Module):
             sampling_metadata.presence_penalties,
             sampling_metadata.frequency_penalties,
             sampling_metadata.repetition_penalties,
-            sampling_metadata.output_token_ids,
+            (
+                sampling_metadata.output_token_ids
+                if sampling_metadata.output_token_ids_tensor is None
+                else sampling_metadata.output_token_ids_tensor
+            ),
+            sampling_metadata.last_sampled_token_ids,
         )
 
     def sample(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata) -> torch.Tensor:
         """Steps 6 to 9: [num_reqs] int64 token ids. May overwrite the logits."""
+        if use_triton(logits):
+            return self.sample_cuda(logits, sampling_metadata)
         greedy_sampled = None
         if not sampling_metadata.all_random:
             greedy_sampled = self.greedy_sample(logits)
@@ -121,6 +149,28 @@ class Sampler(nn.Module):
         if greedy_sampled is None:
             return random_sampled
         return torch.where(temperature < SAMPLING_EPS, greedy_sampled, random_sampled)
+
+    def sample_cuda(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> torch.Tensor:
+        """The same by Triton kernels, in which temperature and min-p are included."""
+        if sampling_metadata.all_greedy:
+            return gumbel_sample(logits)
+        temperature, log_min_p = sampling_metadata.temperature, None
+        assert temperature is not None
+        for processor in sampling_metadata.logitsprocs.argmax_invariant:
+            # The kernels know this one; there is no other.
+            assert isinstance(processor, MinPLogitsProcessor)
+            if not processor.is_idle():
+                log_min_p = processor.log_min_p.squeeze(1)
+        return self.topk_topp_sampler.forward_cuda(
+            logits,
+            self.noise_keys(logits, sampling_metadata.seeds, sampling_metadata.positions),
+            sampling_metadata.top_k,
+            sampling_metadata.top_p,
+            temperature,
+            log_min_p,
+        )
 
     @staticmethod
     def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -147,7 +197,9 @@ class Sampler(nn.Module):
         neighbours'.
         """
         fresh = torch.empty(logits.shape[0], dtype=torch.int64).random_(generator=self.generator)
-        fresh = fresh.to(logits.device, non_blocking=True)
+        fresh = to_device(fresh, logits.device)
+        if use_triton(logits):
+            return step_keys(fresh, seeds, positions)
         if seeds is None:
             return row_keys(fresh, torch.zeros_like(fresh))
         assert positions is not None

@@ -32,8 +32,13 @@ class Row:
         return len(self.prompt) + len(self.output)
 
 
-def make_metadata(rows: list[Row], vocab_size: int) -> SamplingMetadata:
+def make_metadata(rows: list[Row], vocab_size: int, device: str = "cpu") -> SamplingMetadata:
     """The batch as the model runner describes it to the sampler."""
+    with torch.device(device):
+        return _make_metadata(rows, vocab_size, torch.device(device))
+
+
+def _make_metadata(rows: list[Row], vocab_size: int, device: torch.device) -> SamplingMetadata:
     params = [row.params for row in rows]
     temperature = torch.tensor([p.temperature for p in params])
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
@@ -48,7 +53,7 @@ def make_metadata(rows: list[Row], vocab_size: int) -> SamplingMetadata:
         if allowed is not None and row.params.allowed_token_ids is not None:
             allowed[i] = True
             allowed[i, row.params.allowed_token_ids] = False
-    logitsprocs = build_logitsprocs(len(rows), torch.device("cpu"))
+    logitsprocs = build_logitsprocs(len(rows), device)
     builder = BatchUpdateBuilder()
     builder.added += [(i, row.params, row.prompt, row.output) for i, row in enumerate(rows)]
     update = builder.get_and_reset(len(rows))

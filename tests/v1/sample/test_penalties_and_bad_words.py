@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 import torch
 
 from nanovllm.v1.sample.ops.bad_words import apply_bad_words
-from nanovllm.v1.sample.ops.penalties import apply_all_penalties
+from nanovllm.v1.sample.ops.penalties import apply_all_penalties, make_output_matrix
 
 PAD = 6  # the vocabulary's size
 
@@ -76,3 +78,43 @@ def test_the_last_token_of_a_bad_word_is_forbidden_where_it_completes_it() -> No
     apply_bad_words(logits, {0: words, 1: words, 2: words}, outputs)
     forbidden = [row.isneginf().nonzero().flatten().tolist() for row in logits]
     assert forbidden == [[0, 1, 2], [0], [0], []]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seed", range(5))
+def test_an_output_matrix_counts_like_lists(seed: int, device: str) -> None:
+    """Outputs cut out of the rows of all tokens, the last one apart or not, give bit for bit what
+    lists give; rows shown as empty are left alone."""
+    rng = np.random.default_rng(seed)
+    num_reqs, vocab_size, width = 12, 200, 60
+    token_ids = rng.integers(0, vocab_size, (num_reqs + 3, width)).astype(np.int32)
+    num_prompt = rng.integers(1, 20, num_reqs)
+    num_tokens = num_prompt + rng.integers(1, 30, num_reqs) * (rng.random(num_reqs) < 0.8)
+    outputs = [token_ids[i, num_prompt[i] : num_tokens[i]].tolist() for i in range(num_reqs)]
+    prompts = np.where(np.arange(20) < num_prompt[:, None], token_ids[:num_reqs, :20], vocab_size)
+    prompts = torch.from_numpy(prompts.astype(np.int64)).to(device)
+    columns = [
+        torch.from_numpy(rng.uniform(0.5, 2, num_reqs).astype(np.float32)).to(device)
+        for _ in range(3)
+    ]
+    logits = torch.from_numpy(rng.normal(0, 3, (num_reqs, vocab_size)).astype(np.float32))
+    logits = logits.to(device)
+    expected = apply_all_penalties(logits.clone(), prompts, *columns, outputs)
+
+    matrix = make_output_matrix(token_ids, num_prompt, num_tokens, vocab_size)
+    assert matrix.dtype == np.int32
+    matrix = torch.from_numpy(matrix).to(device)
+    assert torch.equal(apply_all_penalties(logits.clone(), prompts, *columns, matrix), expected)
+
+    # The host does not know the last token yet: it is in a tensor of its own, or there is none.
+    last = torch.tensor([output[-1] if output else -1 for output in outputs], dtype=torch.int32)
+    known = np.maximum(num_tokens - 1, num_prompt)
+    matrix = torch.from_numpy(make_output_matrix(token_ids, num_prompt, known, vocab_size))
+    args = (prompts, *columns, matrix.to(device), last.to(device))
+    assert torch.equal(apply_all_penalties(logits.clone(), *args), expected)
+
+
+def test_an_output_matrix_of_nothing() -> None:
+    """Before the first token it has no columns."""
+    tokens = np.zeros((2, 5), dtype=np.int32)
+    assert make_output_matrix(tokens, np.array([3, 4]), np.array([3, 4]), 9).shape == (2, 0)

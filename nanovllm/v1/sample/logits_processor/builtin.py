@@ -21,6 +21,7 @@ from nanovllm.v1.sample.logits_processor.interface import (
     LogitsProcessor,
     MoveDirectionality,
 )
+from nanovllm.v1.sample.ops.async_copy import to_device
 
 T = TypeVar("T")
 
@@ -41,6 +42,9 @@ class MinPLogitsProcessor(LogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return True
 
+    def is_idle(self) -> bool:
+        return not self.min_p_count
+
     def get_min_p_by_index(self, index: int) -> float:
         return float(self.min_p_cpu[index])
 
@@ -58,7 +62,7 @@ class MinPLogitsProcessor(LogitsProcessor):
         min_p = self.min_p_cpu[: batch_update.batch_size]
         self.min_p_count = int(min_p.count_nonzero())
         if self.min_p_count:
-            self.log_min_p = min_p.log().unsqueeze(1).to(self.device)
+            self.log_min_p = to_device(min_p.log().unsqueeze(1), self.device)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if not self.min_p_count:
@@ -79,6 +83,9 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def is_argmax_invariant(self) -> bool:
         return False
 
+    def is_idle(self) -> bool:
+        return not self.biases
+
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if not process_dict_updates(
             self.biases, batch_update, lambda params, _, __: params.logit_bias or None
@@ -86,7 +93,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             return
         self.logits_slice = _logits_slice(self.biases.items(), self.device)
         values = [bias for row in self.biases.values() for bias in row.values()]
-        self.bias_tensor = torch.tensor(values, dtype=torch.float32).to(self.device)
+        self.bias_tensor = to_device(torch.tensor(values, dtype=torch.float32), self.device)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.biases:
@@ -105,6 +112,9 @@ class MinTokensLogitsProcessor(LogitsProcessor):
 
     def is_argmax_invariant(self) -> bool:
         return False
+
+    def is_idle(self) -> bool:
+        return not self.min_toks
 
     @staticmethod
     def add_request(
@@ -172,5 +182,5 @@ def _logits_slice(
     """(rows, columns) of logits, int64, as an advanced index on `device`."""
     pairs = [(row, token_id) for row, ids in token_ids_by_row for token_id in ids]
     rows, columns = zip(*pairs, strict=True) if pairs else ((), ())
-    as_index = (torch.tensor(ids, dtype=torch.int64).to(device) for ids in (rows, columns))
+    as_index = (to_device(torch.tensor(ids, dtype=torch.int64), device) for ids in (rows, columns))
     return next(as_index), next(as_index)

@@ -71,3 +71,7 @@ class LogitsProcessor(ABC):
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
         """True if a row's most likely token always stays so: greedy rows do not need it."""
+
+    def is_idle(self) -> bool:
+        """True if no row uses it at present: `apply` would return the logits as they are."""
+        return False

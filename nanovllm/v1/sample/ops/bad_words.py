@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.v1.sample.ops.async_copy import to_device
+
 
 def apply_bad_words(
     logits: torch.Tensor,
@@ -31,7 +33,7 @@ def apply_bad_words(
         if _ends_with(past_tokens_ids[row], word[:-1])
     ]
     if forbidden:
-        rows, token_ids = torch.tensor(forbidden, dtype=torch.int64).T.to(logits.device)
+        rows, token_ids = to_device(torch.tensor(forbidden, dtype=torch.int64).T, logits.device)
         logits[rows, token_ids] = -float("inf")
 
 

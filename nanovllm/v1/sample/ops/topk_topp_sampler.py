@@ -7,8 +7,9 @@ Upstream: vllm/v1/sample/ops/topk_topp_sampler.py (0.23.0). Upstream's top-k kee
 Triton kernel does not); its top-p cuts through them wherever the sort put them. Upstream draws
 exponential noise for the whole vocabulary from torch generators: ops/seeded_noise.py says what is
 done here. On a CPU upstream uses Triton where installed, else torch.topk for top-k alone and a full
-sort otherwise; `forward_cpu` here sorts only as many candidates as turn out to be needed.
-Left out: FlashInfer, aiter, XPU and Triton variants, processed logprobs, float64 noise.
+sort otherwise; `forward_cpu` here sorts only as many candidates as turn out to be needed, and
+`forward_cuda` sorts nothing.
+Left out: FlashInfer, aiter and XPU variants, processed logprobs, float64 noise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nanovllm.triton_utils import use_triton
+from nanovllm.v1.sample.ops.gumbel import gumbel_sample
 from nanovllm.v1.sample.ops.seeded_noise import gumbel_noise
+from nanovllm.v1.sample.ops.topk_topp_triton import top_k_top_p_sample
 
 # Rows are sampled in blocks of about so many logits on a CPU: noise and scratch stay in its cache.
 _CPU_BLOCK_NUMEL = 2**18
@@ -45,6 +49,8 @@ class TopKTopPSampler(nn.Module):
         Returns:
             [num_reqs] int64 token ids.
         """
+        if use_triton(logits):
+            return self.forward_cuda(logits, noise_keys, k, p)
         filtered = k is not None or p is not None
         if filtered and logits.device.type == "cpu":
             return self.forward_cpu(logits, noise_keys, k, p)
@@ -59,6 +65,29 @@ class TopKTopPSampler(nn.Module):
     ) -> torch.Tensor:
         """Any device: one sort of everything, no value read back to the host."""
         return random_sample(apply_top_k_top_p(logits, k, p), noise_keys)
+
+    def forward_cuda(
+        self,
+        logits: torch.Tensor,
+        noise_keys: torch.Tensor,
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+        temperature: torch.Tensor | None = None,
+        log_min_p: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Triton kernels: no sort, nothing read back to the host, the logits left as they are.
+
+        The tokens are forward_native's, but for scores that tie up to rounding. Also, which saves
+        passes over the logits:
+
+        Args:
+            logits: of any float dtype.
+            temperature: [num_reqs] float32, not applied to the logits yet; greedy below 1e-5.
+            log_min_p: [num_reqs] float32, logarithms of min-p (-inf: none).
+        """
+        if k is None and p is None and log_min_p is None:
+            return gumbel_sample(logits, temperature, noise_keys)
+        return top_k_top_p_sample(logits, noise_keys, k, p, temperature, log_min_p)
 
     def forward_cpu(
         self,
