@@ -10,18 +10,26 @@ A failure prints the program that leads to it. Keep it as a plain test beside th
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Tests not marked `gpu` are about the CPU, also on a machine with a GPU."""
-    if "not gpu" in config.option.markexpr or "gpu" not in config.option.markexpr:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # Triton kernels run too: interpreted, on CPU tensors. Read when a kernel is defined.
-        os.environ["TRITON_INTERPRET"] = "1"
+def is_gpu_run(arguments: list[str]) -> bool:
+    """Whether the command line says -m gpu."""
+    expressions = [
+        arg[2:] or arguments[i + 1] for i, arg in enumerate(arguments) if arg[:2] == "-m"
+    ]
+    return any("gpu" in expression and "not gpu" not in expression for expression in expressions)
 
+
+# Tests not marked `gpu` are about the CPU, also on a machine with a GPU. Set right here, before the
+# conftests of subfolders import anything; workers of pytest-xdist have it from their parent.
+if "PYTEST_XDIST_WORKER" not in os.environ and not is_gpu_run(sys.argv[1:]):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Triton kernels run too: interpreted, on CPU tensors. Read when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest.register_assert_rewrite("tests.spec.blocks", "tests.spec.support")
 

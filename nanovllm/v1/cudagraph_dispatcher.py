@@ -75,25 +75,32 @@ class CudagraphDispatcher:
         index = bisect_left(self.capture_sizes, num_reqs)
         return self.capture_sizes[index] if index < len(self.capture_sizes) else None
 
-    def capture(self, model_forward: Callable[[int], torch.Tensor]) -> None:
+    def capture(self, model_forward: Callable[[int], torch.Tensor]) -> list[int]:
         """Record every size, the largest first, so that the others find its memory in the pool.
 
         Args:
             model_forward: runs a decode batch of the given size on the persistent buffers and
                 returns its hidden states. It is called twice a size: the first time compiles what
                 has to be compiled, which cannot be recorded.
+
+        Returns:
+            Bytes of device memory that each graph took, in the order of recording.
         """
+        memory_used = []
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         for size in reversed(self.capture_sizes):
+            free_before, _ = torch.cuda.mem_get_info()
             with torch.cuda.stream(stream):
                 model_forward(size)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 hidden_states = model_forward(size)
             self.entries[size] = CUDAGraphEntry(graph, hidden_states)
+            memory_used.append(max(free_before - torch.cuda.mem_get_info()[0], 0))
         torch.cuda.current_stream().wait_stream(stream)
+        return memory_used
 
     def replay(self, size: int) -> torch.Tensor:
         """Run the graph of this size: [size, hidden_size], overwritten by the next replay."""

@@ -75,8 +75,8 @@ def get_skinny_config(
 ) -> SkinnyConfig:
     """The best of scripts/bench_fused_ops.py's sweep on an H200, or within a few percent of it.
 
-    One row: 8 rows of the weight a program, a warp two of them, 16 bytes a thread at a time: then x,
-    too, is where it is needed, and no thread asks another for it. More rows: tensor cores.
+    One row: 8 rows of the weight a program, two a warp, 16 bytes a thread at a time: then x, too,
+    is where it is needed, and no thread asks another for it. More rows: tensor cores.
     """
     num_warps, use_dot = 4, num_rows > 1 and element_size == 2
     block_n, fewest, tile_bytes = (

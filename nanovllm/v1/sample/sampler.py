@@ -196,7 +196,8 @@ class Sampler(nn.Module):
         now. One is drawn for every row, needed or not, so that no row's draw depends on its
         neighbours'.
         """
-        fresh = torch.empty(logits.shape[0], dtype=torch.int64).random_(generator=self.generator)
+        fresh = torch.empty(logits.shape[0], dtype=torch.int64, device="cpu")
+        fresh.random_(generator=self.generator)
         fresh = to_device(fresh, logits.device)
         if use_triton(logits):
             return step_keys(fresh, seeds, positions)

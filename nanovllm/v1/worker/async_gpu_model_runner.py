@@ -32,12 +32,15 @@ from nanovllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
+from nanovllm.v1.sample.ops.async_copy import to_device
+from nanovllm.v1.sample.ops.penalties import make_output_matrix
 from nanovllm.v1.worker.gpu_input_batch import CachedRequestState
 from nanovllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 if TYPE_CHECKING:
     from nanovllm.config import VllmConfig
     from nanovllm.v1.core.sched.output import SchedulerOutput
+    from nanovllm.v1.sample.metadata import SamplingMetadata
 
 UNKNOWN_TOKEN_ID = -1
 # Copies of sampled tokens that may be on their way or waiting to be read: one a step in the batch
@@ -131,9 +134,6 @@ class AsyncGPUModelRunner(GPUModelRunner):
     @torch.inference_mode()
     def sample_tokens(self) -> ModelRunnerOutput | AsyncModelRunnerOutput:  # type: ignore[override]
         """Sample; the tokens stay on the device, and the host gets them with `get_output`."""
-        if self.input_batch.sampling_metadata.output_token_ids and self._last_output:
-            # Penalties and bad words look at the outputs on the host, the newest one included.
-            self._last_output.get_output()
         scheduler_output, hidden_states, sampler_output = self._sample()
         batch, num_reqs = self.input_batch, self.input_batch.num_reqs
         self.prev_sampled_token_ids[:num_reqs] = sampler_output.sampled_token_ids.squeeze(1)
@@ -150,6 +150,33 @@ class AsyncGPUModelRunner(GPUModelRunner):
             self, output, sampler_output, self._next_pinned_copy(), self._append_unknown_tokens()
         )
         return self._last_output
+
+    def _sample(self) -> tuple[SchedulerOutput, torch.Tensor, SamplerOutput]:
+        """Some sampling steps look at the tokens before, the newest included."""
+        sampling_metadata = self.input_batch.sampling_metadata
+        if sampling_metadata.bad_words_token_ids and self._last_output is not None:
+            self._last_output.get_output()  # They are looked up on the host: wait for it.
+        if not sampling_metadata.no_penalties:
+            self._add_output_tokens(sampling_metadata)
+        return super()._sample()
+
+    def _add_output_tokens(self, sampling_metadata: SamplingMetadata) -> None:
+        """For the penalties: what the host knows, as a matrix, and the newest tokens from where
+        they are."""
+        batch, num_reqs = self.input_batch, self.input_batch.num_reqs
+        num_tokens = batch.num_tokens_no_spec[:num_reqs]
+        unknown = batch.token_ids_cpu[np.arange(num_reqs), num_tokens - 1] == UNKNOWN_TOKEN_ID
+        matrix = make_output_matrix(
+            batch.token_ids_cpu,
+            batch.num_prompt_tokens[:num_reqs],
+            num_tokens - unknown,
+            batch.vocab_size,
+        )
+        sampling_metadata.output_token_ids_tensor = to_device(torch.from_numpy(matrix), self.device)
+        rows = to_device(torch.from_numpy(batch.prev_rows[:num_reqs].copy()), self.device)
+        known = to_device(torch.from_numpy(~unknown), self.device)
+        newest = self.prev_sampled_token_ids[rows.clamp(min=0)]
+        sampling_metadata.last_sampled_token_ids = newest.masked_fill(known, -1)
 
     def _next_pinned_copy(self) -> torch.Tensor:
         """[num_reqs, 1] int32 on the host; the step that used it last has been taken in."""

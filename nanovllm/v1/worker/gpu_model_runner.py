@@ -207,16 +207,35 @@ class GPUModelRunner:
         self.sampler.compute_logprobs(logits)
         self.kv_caches = []
 
-    @torch.inference_mode()
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that the CUDA graphs will take.
+
+        Two are recorded for trial, with a KV cache of just the null block. The first brings the
+        pool, in which all others find room; what the second takes, each further one takes too.
+        """
+        sizes = self.cudagraph_dispatcher.capture_sizes
+        if not sizes:
+            return 0
+        config = KVCacheConfig(1, self.model_config.get_num_layers(), self.get_kv_cache_spec())
+        self.initialize_kv_cache(config)
+        memory_used = self._capture(CudagraphDispatcher(sizes[-2:]))
+        self.kv_caches = []
+        return memory_used[0] + memory_used[-1] * (len(sizes) - 1)
+
     def capture_model(self) -> None:
-        """Record the CUDA graphs, on a batch of padding. The KV cache must be there."""
+        """Record the CUDA graphs. The KV cache must be there, for its address is recorded too."""
+        self._capture(self.cudagraph_dispatcher)
+
+    @torch.inference_mode()
+    def _capture(self, cudagraph_dispatcher: CudagraphDispatcher) -> list[int]:
+        """Record on a batch of padding; bytes that each graph took."""
 
         def model_forward(size: int) -> torch.Tensor:
             return self._model_forward_eager(size, attn_metadata[size])
 
-        sizes = self.cudagraph_dispatcher.capture_sizes
+        sizes = cudagraph_dispatcher.capture_sizes
         if not sizes:
-            return
+            return []
         # Padding, as a batch that is smaller than its graph has it; and context lengths that stand
         # for the longest there can be.
         self.seq_lens.np[:] = 0
@@ -233,8 +252,9 @@ class GPUModelRunner:
             )
             for size in sizes
         }
-        self.cudagraph_dispatcher.capture(model_forward)
+        memory_used = cudagraph_dispatcher.capture(model_forward)
         torch.cuda.synchronize(self.device)
+        return memory_used
 
     def _common_attn_metadata(
         self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len: int | None = None

@@ -150,17 +150,19 @@ class Worker:
             ) from e
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
+        graphs = self.model_runner.profile_cudagraph_memory()
         torch.cuda.empty_cache()
         # What the driver and libraries took since init_device, which torch's allocator does not
         # see.
         free, _ = torch.cuda.mem_get_info(self.device)
         used = self.init_free_memory - free
         non_torch = max(used - torch.cuda.memory_reserved(self.device), 0)
-        available = self.requested_memory - peak - non_torch
+        available = self.requested_memory - peak - non_torch - graphs
         if available <= 0:
             utilization = self.cache_config.gpu_memory_utilization
             raise VLLMValidationError(
-                f"Weights and activations take {(peak + non_torch) / GIB:.2f} GiB, all of the "
+                f"Weights, activations and CUDA graphs take "
+                f"{(peak + non_torch + graphs) / GIB:.2f} GiB, all of the "
                 f"{self.requested_memory / GIB:.2f} GiB that gpu_memory_utilization={utilization} "
                 "allows, so nothing is left for the KV cache; raise it.",
                 parameter="gpu_memory_utilization",

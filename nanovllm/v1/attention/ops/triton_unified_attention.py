@@ -386,7 +386,7 @@ class PrefillConfig:
 
 # Programs that the device should have, for each of its multiprocessors, before contexts are left
 # whole.
-DECODE_PROGRAMS_PER_SM = 8
+DECODE_PROGRAMS_PER_SM = 4
 MAX_SEGMENTS = 32
 
 
@@ -403,11 +403,11 @@ def get_decode_config(
     """Tuned on an H200 by scripts/tune_attention.py, for bfloat16 heads of 128."""
     row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
     return DecodeConfig(
-        tile=32 if row_bytes < 512 else 16,
+        tile=64 if row_bytes < 512 else 32,
         num_warps=2,
-        num_stages=2,
+        num_stages=3,
         num_segments=get_num_segments(num_reqs, num_kv_heads, num_sms),
-        min_segment_tokens=32,
+        min_segment_tokens=64,
     )
 
 
@@ -423,7 +423,7 @@ def get_prefill_config(
         return PrefillConfig(max(64, min_block_m), 64, 8, 2)
     if max_query_len * group <= 64:  # a block of 128 would be half empty
         return PrefillConfig(max(64, min_block_m), 64, 4, 3)
-    return PrefillConfig(max(128, min_block_m), 64, 8, 3)
+    return PrefillConfig(max(128, min_block_m), 64, 4, 3)
 
 
 @dataclass

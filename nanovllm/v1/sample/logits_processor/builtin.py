@@ -182,5 +182,8 @@ def _logits_slice(
     """(rows, columns) of logits, int64, as an advanced index on `device`."""
     pairs = [(row, token_id) for row, ids in token_ids_by_row for token_id in ids]
     rows, columns = zip(*pairs, strict=True) if pairs else ((), ())
-    as_index = (to_device(torch.tensor(ids, dtype=torch.int64), device) for ids in (rows, columns))
+    as_index = (
+        to_device(torch.tensor(ids, dtype=torch.int64, device="cpu"), device)
+        for ids in (rows, columns)
+    )
     return next(as_index), next(as_index)
