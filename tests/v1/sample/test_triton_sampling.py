@@ -303,6 +303,32 @@ def test_exactly_the_kept_tokens_are_drawn(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("k", "p"), [(15, None), (None, 0.72)])
+@small_tiles
+def test_a_cut_between_logits_too_close_for_the_pivots(
+    k: int | None, p: float | None, device: str
+) -> None:
+    """Of ten tokens a ten-thousandth apart, below ten others, the upper five are kept: the list is
+    searched with what lies above it counted in."""
+    num_rows = 24
+    row = torch.full((600,), -float("inf"))
+    row[torch.arange(10) * 59] = 2.0
+    close = torch.arange(10) * 57 + 3
+    row[close] = 1.0 + 1e-4 * torch.arange(10)
+    case = Case(
+        row.repeat(num_rows, 1).to(device),
+        row_keys(torch.arange(num_rows), torch.ones(num_rows, dtype=torch.int64)).to(device),
+        torch.full((num_rows,), 50.0, device=device),
+        None if k is None else torch.full((num_rows,), k, dtype=torch.int32, device=device),
+        None if p is None else torch.full((num_rows,), p, device=device),
+        None,
+    )
+    drawn = set(case.triton().tolist())
+    assert not drawn & set(close[:5].tolist())
+    assert len(drawn & set(close[5:].tolist())) >= 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @small_tiles
 def test_a_rows_token_does_not_depend_on_the_other_rows(device: str) -> None:
     """Alone, and in a batch in reversed order: the same token."""
