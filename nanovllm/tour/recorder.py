@@ -137,11 +137,12 @@ class Probe:
         """Nothing of it runs in a function: imports, constants, fields, whole classes."""
         return not self.statements
 
-    @property
-    def home(self) -> tuple[str, int]:
-        """Name and first line of the code object whose frames make the passes."""
+    def is_home(self, code: CodeType) -> bool:
+        """Whether frames of this code object make the passes."""
         assert self.function is not None
-        return self.function.name, first_line(self.function)
+        # Triton's interpreter compiles a kernel again, without its decorators, at the first launch.
+        begins = (first_line(self.function), self.function.lineno)
+        return code.co_name == self.function.name and code.co_firstlineno in begins
 
     def ran(self, statement: ast.stmt) -> bool:
         return any(line in self.lines for line in header_lines(statement))
@@ -208,7 +209,7 @@ class Recorder:
         for probe in self.probes:
             for top in by_file.get(str(root / probe.source.path), []):
                 for code in _with_nested(top):
-                    if (code.co_name, code.co_firstlineno) == probe.home:
+                    if probe.is_home(code):
                         self._watch(probe, code)
 
     def _watch(self, probe: Probe, code: CodeType) -> None:

@@ -241,7 +241,8 @@ class Walkthrough:
                 now, previous = passes[0].seq, stop.label
 
     def _why_missed(self, stop: Directive, probe: Probe) -> str:
-        function = probe.home[0]
+        assert probe.function is not None
+        function = probe.function.name
         if not probe.found:
             return f"is in `{function}`, which no module defines when the scenario runs"
         statements = [s for s in probe.statements if probe.can_run(s)]

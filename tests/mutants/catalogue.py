@@ -18,6 +18,7 @@ RADIX = f"{CORE}/radix_cache.py"
 BATCH = "nanovllm/v1/worker/gpu_input_batch.py"
 BLOCK_TABLE = "nanovllm/v1/worker/block_table.py"
 RUNNER = "nanovllm/v1/worker/gpu_model_runner.py"
+ASYNC_RUNNER = "nanovllm/v1/worker/async_gpu_model_runner.py"
 SAMPLER = "nanovllm/v1/sample/sampler.py"
 CPU_ATTN = "nanovllm/v1/attention/backends/cpu_attn.py"
 INPUT_PROCESSOR = "nanovllm/v1/engine/input_processor.py"
@@ -42,6 +43,8 @@ END_TOKEN_SPEC = f"{ENGINE}::test_an_answer_ends_at_the_first_end_token"
 SEEDS_SPEC = f"{ENGINE}::test_seeds_of_neighbours_are_their_own"
 IDLE_SPEC = f"{ENGINE}::test_an_idle_engine_remembers_nobody"
 FOUND = "tests/v1/core/test_found_by_specs.py"
+ASYNC = "tests/v1/worker/test_async_gpu_model_runner.py"
+ASYNC_SPEC = f"{ASYNC}::test_async_and_sync_engines_give_the_same_tokens"
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,9 @@ MUTANTS = [
         "the parent is left out of the hash",
         "forks: hits in the middle of another text",
         UTILS,
-        "hash_block_tokens",
-        "hashlib.sha256(parent_block_hash or NONE_HASH)",
-        "hashlib.sha256(NONE_HASH)",
+        "_hash_block",
+        "(parent_block_hash or NONE_HASH) + tokens",
+        "NONE_HASH + tokens",
         MANAGER_SPEC,
     ),
     Mutant(
@@ -139,8 +142,8 @@ MUTANTS = [
         "tenants see each other's prefixes",
         UTILS,
         "get_request_block_hasher",
-        "extra_keys = (request.cache_salt,) if salted else ()",
-        "extra_keys = ()",
+        "(request.cache_salt,) if salted else ()",
+        "()",
         MANAGER_SPEC,
     ),
     Mutant(
@@ -148,8 +151,8 @@ MUTANTS = [
         "forks: partial chunk",
         UTILS,
         "get_request_block_hasher",
-        "while start + block_size <= request.num_tokens:",
-        "while start < request.num_tokens:",
+        "for i in range(0, len(tokens) - block_bytes + 1, block_bytes):",
+        "for i in range(0, len(tokens), block_bytes):",
         MANAGER_SPEC,
     ),
     Mutant(
@@ -513,9 +516,9 @@ MUTANTS = [
         "MinivLLM 88, 98",
         RUNNER,
         "GPUModelRunner._prepare_inputs",
-        "        self.positions.copy_to_gpu(num_tokens)\n",
+        "        self.positions.copy_to_gpu(num_tokens_padded)\n",
         "        positions -= batch.num_computed_tokens_cpu[:num_reqs][req_indices]\n"
-        "        self.positions.copy_to_gpu(num_tokens)\n",
+        "        self.positions.copy_to_gpu(num_tokens_padded)\n",
         COMPANY_SPEC,
     ),
     Mutant(
@@ -532,8 +535,8 @@ MUTANTS = [
         "forks: answers swapped",
         RUNNER,
         "GPUModelRunner._prepare_inputs",
-        "return query_start_loc_gpu[1:].long() - 1, common_attn_metadata",
-        "return query_start_loc_gpu[1:].long().flip(0) - 1, common_attn_metadata",
+        "np.subtract(query_start_loc[1:], 1, out=self.logits_indices.np[:num_reqs])",
+        "np.subtract(query_start_loc[:0:-1], 1, out=self.logits_indices.np[:num_reqs])",
         COMPANY_SPEC,
     ),
     Mutant(
@@ -598,5 +601,33 @@ MUTANTS = [
         "            self.requests.pop(req_id, None)\n",
         "",
         IDLE_SPEC,
+    ),
+    # ---- one step ahead of the samples ----
+    Mutant(
+        "the newest token is looked for in the row that the request has now",
+        "found here: rows move between two steps",
+        ASYNC_RUNNER,
+        "AsyncGPUModelRunner._prepare_input_ids",
+        "rows = self.input_batch.prev_rows[req_indices[unknown]]",
+        "rows = req_indices[unknown]",
+        ASYNC_SPEC,
+    ),
+    Mutant(
+        "penalties overlook the token that is still under way",
+        "found here: the host does not have it yet",
+        ASYNC_RUNNER,
+        "AsyncGPUModelRunner._add_output_tokens",
+        "newest.masked_fill(known, -1)",
+        "newest.fill_(-1)",
+        ASYNC_SPEC,
+    ),
+    Mutant(
+        "an aborted request's last token is given to the next of its name",
+        "found here",
+        ASYNC_RUNNER,
+        "AsyncGPUModelRunner.fill_in_token",
+        "if row is not None and self.requests.get(request.req_id) is request:",
+        "if row is not None:",
+        f"{ASYNC}::test_an_aborted_request_leaves_nothing_behind",
     ),
 ]

@@ -20,12 +20,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from nanovllm.entrypoints.cli.walkthrough import find_root, silence_engine
+    from nanovllm.entrypoints.cli.walkthrough import find_root, prepare_to_run
     from nanovllm.tour.anchors import Project
     from nanovllm.tour.pager import list_tours, run_live, run_tour
     from nanovllm.tour.walkthrough import find_name
 
-    silence_engine()
+    prepare_to_run()
     project = Project(find_root())
     if args.list or args.name is None:
         list_tours(project)

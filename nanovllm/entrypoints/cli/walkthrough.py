@@ -105,11 +105,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     html.set_defaults(run=run_html)
 
 
-def silence_engine() -> None:
-    """Scenarios start engines, whose greetings would stand between our lines."""
+def prepare_to_run() -> None:
+    """Scenarios start engines, whose greetings would stand between our lines, and launch Triton
+    kernels on machines without a GPU."""
     import logging
+    import os
 
     logging.disable(logging.INFO)
+    # Read when a kernel is defined, so before the first scenario imports the engine.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def run_check(args: argparse.Namespace) -> None:
@@ -119,7 +123,7 @@ def run_check(args: argparse.Namespace) -> None:
 
     project = Project(find_root())
     names = [find_name(project, name) for name in args.names]
-    silence_engine()
+    prepare_to_run()
     report = check(project, names, run=not args.no_run)
     for problem in report.problems:
         print(problem)
@@ -140,7 +144,7 @@ def run_fix(args: argparse.Namespace) -> None:
     from nanovllm.tour.walkthrough import find_name
 
     project = Project(find_root())
-    silence_engine()
+    prepare_to_run()
     written, problems = fix(project, [find_name(project, name) for name in args.names])
     for path in written:
         print(f"wrote {path}")
@@ -185,7 +189,7 @@ def run_html(args: argparse.Namespace) -> None:
     from nanovllm.tour.html import write_html
     from nanovllm.tour.walkthrough import find_name
 
-    silence_engine()
+    prepare_to_run()
     project = Project(find_root())
     for path in write_html(project, args.out, [find_name(project, n) for n in args.names]):
         print(f"wrote {path}")

@@ -27,6 +27,8 @@ BlockHash = NewType("BlockHash", bytes)
 # exactly.
 NONE_HASH = BlockHash(hashlib.sha256(b"nanovllm: no parent block").digest())
 
+TOKEN_ID_BYTES = 8
+
 
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
@@ -163,12 +165,18 @@ def hash_block_tokens(
     chain carries it on). Two blocks with one hash hold the same keys and values, up to SHA-256
     collisions.
     """
-    digest = hashlib.sha256(parent_block_hash or NONE_HASH)
-    digest.update(array("q", token_ids).tobytes())
+    return _hash_block(parent_block_hash, array("q", token_ids).tobytes(), extra_keys)
+
+
+def _hash_block(
+    parent_block_hash: BlockHash | None, tokens: bytes, extra_keys: tuple[str, ...]
+) -> BlockHash:
+    """`hash_block_tokens` of token ids as bytes, TOKEN_ID_BYTES each."""
+    name = (parent_block_hash or NONE_HASH) + tokens
     for key in extra_keys:
         encoded = key.encode()
-        digest.update(len(encoded).to_bytes(8, "little") + encoded)
-    return BlockHash(digest.digest())
+        name += len(encoded).to_bytes(8, "little") + encoded
+    return BlockHash(hashlib.sha256(name).digest())
 
 
 def get_request_block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
@@ -186,11 +194,12 @@ def get_request_block_hasher(block_size: int) -> Callable[[Request], list[BlockH
         parent = request.block_hashes[-1] if request.block_hashes else None
         # The salt enters the first block only; every later hash has it through its parent.
         salted = start == 0 and request.cache_salt is not None
-        extra_keys = (request.cache_salt,) if salted else ()
+        extra_keys: tuple[str, ...] = (request.cache_salt,) if salted else ()  # type: ignore[assignment]
         # As bytes at once: a prompt of thousands of tokens is hashed before its first step.
-        tokens = array("q", request.all_token_ids[start:])
-        for i in range(0, len(tokens) - block_size + 1, block_size):
-            parent = hash_block_tokens(parent, tokens[i : i + block_size], extra_keys)  # type: ignore[arg-type]
+        tokens = array("q", request.all_token_ids[start:]).tobytes()
+        block_bytes = block_size * TOKEN_ID_BYTES
+        for i in range(0, len(tokens) - block_bytes + 1, block_bytes):
+            parent = _hash_block(parent, tokens[i : i + block_bytes], extra_keys)
             extra_keys = ()
             hashes.append(parent)
         return hashes

@@ -13,7 +13,7 @@ from nanovllm.v1.worker.async_gpu_model_runner import AsyncGPUModelRunner, resol
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def random_params(rng: random.Random) -> SamplingParams:
+def random_params(rng: random.Random, bad_words: bool) -> SamplingParams:
     """Greedy or seeded, so that the tokens are determined; with everything that reads outputs."""
     return SamplingParams(
         temperature=rng.choice((0.0, 0.8, 1.2)),
@@ -24,9 +24,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         top_k=rng.choice((-1, 20)),
         ignore_eos=rng.random() < 0.5,
         stop=rng.choice(([], [" the"], ["."])),
-        presence_penalty=rng.choice((0.0, 0.0, 1.5)),
+        presence_penalty=rng.choice((0.0, 0.0, 1.5, -2.0)),  # below 0: say it again
         repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
-        bad_words=rng.choice(([], [], [" little girl", " was"])),
+        bad_words=rng.choice(([], [], [" little girl", " was"])) if bad_words else [],
         logprobs=rng.choice((None, None, 2)),
     )
 
@@ -40,12 +40,16 @@ def generate(params: list[SamplingParams], prompts: list[list[int]], **engine_ar
     ]
 
 
+@pytest.mark.parametrize("bad_words", [False, True])
 @pytest.mark.parametrize("num_blocks", [None, 41])
-def test_async_and_sync_engines_give_the_same_tokens(num_blocks: int | None) -> None:
-    """41 blocks hold one request of full length and little more: many are preempted."""
+def test_async_and_sync_engines_give_the_same_tokens(
+    num_blocks: int | None, bad_words: bool
+) -> None:
+    """41 blocks hold one request of full length and little more: many are preempted. (A batch with
+    bad words waits for its tokens, any other does not.)"""
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 2000) for _ in range(rng.randrange(1, 60))] for _ in range(40)]
-    params = [random_params(rng) for _ in prompts]
+    params = [random_params(rng, bad_words) for _ in prompts]
     _, expected = generate(params, prompts, num_gpu_blocks_override=num_blocks)
     llm, got = generate(params, prompts, num_gpu_blocks_override=num_blocks, async_scheduling=True)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
@@ -54,16 +58,18 @@ def test_async_and_sync_engines_give_the_same_tokens(num_blocks: int | None) -> 
 
 
 def test_an_aborted_request_leaves_nothing_behind() -> None:
-    """Its last token is still under way when it goes; a new request of the same id is not given
-    it."""
-    llm = LLM(max_model_len=128, async_scheduling=True, seed=0)
+    """Its last token is still under way when it goes, to a place that by then belongs to the prompt
+    of a new request of the same id."""
+    llm = LLM(max_model_len=128, async_scheduling=True, max_num_batched_tokens=16, max_num_seqs=4)
     engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    alone = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs[0].token_ids
-    engine.add_request("x", [9, 10, 11, 12], params)
-    for _ in range(3):
+    prompt = [5 + i for i in range(100)]
+    alone = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert llm.reset_prefix_cache()
+    engine.add_request("x", [900 + i for i in range(30)], params)
+    for _ in range(4):
         engine.step()
     engine.abort_request(["x"])
-    engine.add_request("x", [5, 6, 7], params)
+    engine.add_request("x", prompt, params)
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()

@@ -35,7 +35,7 @@ class MinPLogitsProcessor(LogitsProcessor):
 
     def __init__(self, max_num_reqs: int, device: torch.device) -> None:
         self.device = device
-        self.min_p_cpu = torch.zeros(max_num_reqs, dtype=torch.float32)
+        self.min_p_cpu = torch.zeros(max_num_reqs, dtype=torch.float32, device="cpu")
         self.log_min_p = torch.empty((0, 1), device=device)  # [num_reqs, 1], natural logarithms
         self.min_p_count = 0  # rows that use it
 
