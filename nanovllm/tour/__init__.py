@@ -40,6 +40,9 @@ A scenario is a plain script. Its module level sets things up and is not recorde
 recorded, takes under 2 s and does the same every time (seeded, `enforce_eager=True`, few blocks);
 it ends with `if __name__ == "__main__": main()`.
 
+Triton kernels run interpreted, one program after another, and stops can lie in them; the numbers of
+their tensor x are `x.handle.data`. The scenario sets TRITON_INTERPRET=1 before it imports anything.
+
 Numerals in prose must occur in a claim or table up to the end of their section (under any
 heading), in a link's text, or in `not-run`. Code spans count only if they state a number
 (`16`, `x == 16`); headings, fences and versions such as 0.23.0 do not.

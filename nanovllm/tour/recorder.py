@@ -140,7 +140,7 @@ class Probe:
     def is_home(self, code: CodeType) -> bool:
         """Whether frames of this code object make the passes."""
         assert self.function is not None
-        # Triton's interpreter compiles a kernel again, without its decorators, at the first launch.
+        # A kernel that Triton's interpreter has rewritten has lost its decorators.
         begins = (first_line(self.function), self.function.lineno)
         return code.co_name == self.function.name and code.co_firstlineno in begins
 
@@ -203,6 +203,10 @@ class Recorder:
         by_file: dict[str, list[CodeType]] = {}
         wanted = {str(root / probe.source.path) for probe in self.probes}
         codes = [f.__code__ for f in gc.get_objects() if type(f) is FunctionType]
+        # Triton's interpreter runs a rewritten kernel, made at the first launch or when asked for.
+        for kernel in [k for k in gc.get_objects() if type(k).__name__ == "InterpretedFunction"]:
+            if kernel.fn.__code__.co_filename in wanted:
+                codes.append(kernel.rewrite().__code__)
         for code in {id(code): code for code in [*codes, *extra]}.values():
             if code.co_filename in wanted:
                 by_file.setdefault(code.co_filename, []).append(code)

@@ -37,6 +37,8 @@ def _summarize(value: Any, depth: int) -> str:
         return _float(value)
     if isinstance(value, (str, bytes)):
         return repr(value) if len(value) <= 60 else repr(value[:57]) + "…"
+    if type(value).__module__ == "triton.language.core" and hasattr(value, "handle"):
+        return _kernel_tensor(value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return _tensor(value)
     if isinstance(value, Mapping):
@@ -79,6 +81,16 @@ def _tensor(value: Any) -> str:
     numbers = [_summarize(n, 9) for n in flat[:MAX_ITEMS].tolist()]
     more = " …" if math.prod(value.shape) > MAX_ITEMS else ""
     return f"{dtype}{shape}{device}: {' '.join(numbers)}{more}"
+
+
+def _kernel_tensor(value: Any) -> str:
+    """In a kernel that Triton interprets: `fp32[4]: 0.0 1.0 2.0 3.0`. Not the numbers of pointers,
+    which are addresses, nor of bf16, which it keeps as integers."""
+    array = value.handle.data if value.type.is_block() else value.handle.data.reshape(())
+    dtype = str(value.type.scalar)
+    if value.type.scalar.is_ptr() or dtype == "bf16":
+        return f"{dtype}[{', '.join(map(str, array.shape))}]" if array.shape else dtype
+    return dtype + _tensor(array).removeprefix(str(array.dtype))
 
 
 def _object(value: Any, depth: int) -> str:

@@ -250,6 +250,41 @@ def test_decorated_functions_and_methods_are_found(lab):
     assert prop.passes[0].seq < static.passes[0].seq
 
 
+def test_a_kernel_is_watched_inside_tritons_interpreter(lab):
+    """It runs a rewritten copy, line by line the same. Pointers are shown without addresses."""
+    torch, triton = pytest.importorskip("torch"), pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("kernels are compiled in this run")
+    it = lab("""
+        import triton
+        import triton.language as tl
+
+        @triton.jit
+        def double(x):
+            return 2 * x
+
+        @triton.jit
+        def kernel(x_ptr, n, BLOCK: tl.constexpr):
+            first = tl.program_id(0) * BLOCK
+            pointers = x_ptr + first + tl.arange(0, BLOCK)
+            x = tl.load(pointers)
+            y = double(x)
+            tl.store(pointers, y)
+        """)
+    lines = it.probe(10, 13, show=["n", "BLOCK", "first", "pointers", "x", "y"], expect=["n == 7"])
+    inside = it.probe(6, 6, show=["returned"])
+    x = torch.arange(4.0)
+    it.run(lambda: it.names["kernel"][(2,)](x, 7, BLOCK=2), lines, inside)
+    assert x.tolist() == [0, 2, 4, 6]
+    shown = ["int32: 7", "2", "int32: 2", "pointer<fp32>[2]"]
+    shown += ["fp32[2]: 2.0 3.0", "fp32[2]: 4.0 6.0"]
+    assert lines.passes[1].after == shown
+    assert lines.passes[1].before == [*shown[:2], None, None, None, None]
+    assert not any(p.errors for p in lines.passes)
+    assert [p.after for p in inside.passes] == [["fp32[2]: 0.0 2.0"], ["fp32[2]: 4.0 6.0"]]
+    assert lines.passes[1].seq < inside.passes[1].seq
+
+
 def test_a_file_loaded_twice_is_watched_where_it_runs(tmp_path):
     first = Lab(tmp_path.resolve(), "def f():\n    return 1\n")
     again: dict[str, Any] = {}
