@@ -93,7 +93,9 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             return
         self.logits_slice = _logits_slice(self.biases.items(), self.device)
         values = [bias for row in self.biases.values() for bias in row.values()]
-        self.bias_tensor = to_device(torch.tensor(values, dtype=torch.float32), self.device)
+        self.bias_tensor = to_device(
+            torch.tensor(values, dtype=torch.float32, device="cpu"), self.device
+        )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.biases:

@@ -33,7 +33,8 @@ def apply_bad_words(
         if _ends_with(past_tokens_ids[row], word[:-1])
     ]
     if forbidden:
-        rows, token_ids = to_device(torch.tensor(forbidden, dtype=torch.int64).T, logits.device)
+        pairs = torch.tensor(forbidden, dtype=torch.int64, device="cpu")
+        rows, token_ids = to_device(pairs.T, logits.device)
         logits[rows, token_ids] = -float("inf")
 
 
