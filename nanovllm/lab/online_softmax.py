@@ -47,15 +47,16 @@ def choose_config(num_rows: int, num_cols: int, itemsize: int, sms: int) -> Onli
     """A row a program if the rows fill the GPU, else as many programs a row as it takes.
 
     Programs run in waves of a few a multiprocessor, and the last wave leaves part of the GPU idle.
-    With eight programs for each of the `sms` multiprocessors that part is small.
+    With many programs for each of the `sms` multiprocessors that part is small: one large program a
+    row where there are eight rows for each, else small ones, 64 for each. (The best of
+    bench_lab.py's sweep on an H200.)
     """
-    # 16 KB a tile: each of 512 threads loads 32 bytes at once.
-    block, num_warps, num_stages = 16384 // itemsize, 16, 1
     if num_rows >= 8 * sms:
-        return OnlineSoftmaxConfig(block, 1, num_warps, num_stages)
+        return OnlineSoftmaxConfig(65536 // itemsize, num_splits=1, num_warps=32, num_stages=3)
+    block = 16384 // itemsize
     tiles = triton.cdiv(num_cols, block)
-    num_splits = min(triton.cdiv(16 * sms, num_rows), triton.cdiv(tiles, 4))
-    return OnlineSoftmaxConfig(block, num_splits, num_warps, num_stages)
+    num_splits = min(triton.cdiv(64 * sms, num_rows), triton.cdiv(tiles, 4))
+    return OnlineSoftmaxConfig(block, num_splits, num_warps=8, num_stages=3)
 
 
 @triton.jit

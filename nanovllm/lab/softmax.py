@@ -37,21 +37,19 @@ class SoftmaxConfig(NamedTuple):
 
 
 def choose_config(num_cols: int) -> SoftmaxConfig:
-    """Tiles large enough that a multiprocessor always has tens of KB of reads under way.
+    """So that a multiprocessor always has tens of KB of reads under way.
 
     Memory takes hundreds of nanoseconds to answer, so bandwidth times that latency is what must be
     under way at any time, and the only askers are resident threads that have issued their loads and
     wait.
 
-    - Short rows: several rows a program, each within one warp if it can be, so that the maximum and
-      the sum are warp shuffles and no thread waits for another warp.
-    - Long rows: one row a program and up to 16 warps. More warps mean fewer values a thread, so
-      fewer registers a thread, so two programs fit on a multiprocessor and one can load while the
-      other reduces.
+    So 8 values a thread and small programs, of which many fit on a multiprocessor: some load while
+    others reduce. Rows of fewer than 512 columns share a program. (The best of bench_lab.py's sweep
+    on an H200, or within 2% of it.)
     """
     block_cols = triton.next_power_of_2(num_cols)
-    block_rows = max(1, min(16, 4096 // block_cols))
-    num_warps = max(4, min(16, block_rows * block_cols // 1024))
+    block_rows = max(1, 512 // block_cols)
+    num_warps = max(1, min(32, block_rows * block_cols // 256))
     return SoftmaxConfig(block_rows, num_warps)
 
 
@@ -62,8 +60,9 @@ def _softmax_kernel(
     """One program: the softmax of BLOCK_ROWS whole rows.
 
     Bytes: num_rows * num_cols * itemsize read, as many written. That is the least there can be.
-    FLOPs: 5 an element (max, subtract, exp, sum, multiply), so 0.6 a byte in float32. The GPU has
-    over a hundred to spare for every byte: the kernel's time is its bytes over the bandwidth.
+    FLOPs: 5 an element (max, subtract, exp, sum, multiply), so 0.6 a byte in float32. An H200 does
+    14 in the time of a byte (outside its matrix units), so the kernel's time is its bytes over the
+    bandwidth.
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     # The last program's surplus rows redo the last row and store the same values again. That costs
