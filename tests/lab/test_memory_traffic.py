@@ -20,7 +20,7 @@ CPU = {"device": "cpu", "dtype": torch.float32}
 
 
 def test_softmax_one_operation_at_a_time() -> None:
-    """Eight passes over the matrix and six over a column, seen by torch's dispatcher."""
+    """Eight passes over the matrix and four over a column, seen by torch's dispatcher."""
     x = randn(6, 40, **CPU)
     with TorchTraffic() as seen:
         softmax_reference(x)
