@@ -86,6 +86,7 @@ class Batch:
         query_lens = np.full(num_reqs, workload.query_len)
         self.block_table = torch.from_numpy(table).to(DEVICE)
         self.seq_lens = torch.from_numpy(seq_lens.astype(np.int32)).to(DEVICE)
+        self.req_order = torch.from_numpy(np.argsort(-seq_lens).astype(np.int32)).to(DEVICE)
         self.query_start_loc = torch.arange(
             0, num_reqs * workload.query_len + 1, workload.query_len, dtype=torch.int32
         ).to(DEVICE)
@@ -115,7 +116,7 @@ class Batch:
             self.block_table,
         )
         if isinstance(config, DecodeConfig):
-            ops.decode_attention(*args, SCALE, config, self.segments)
+            ops.decode_attention(*args, self.req_order, SCALE, config, self.segments)
         else:
             ops.prefill_attention(*args, self.query_blocks[config.block_m], SCALE, config)
 

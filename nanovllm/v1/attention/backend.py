@@ -103,6 +103,10 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """
         raise NotImplementedError(f"{type(self).__name__} has no metadata for CUDA graphs")
 
+    def prepare_for_replay(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Called before a graph is replayed for this batch: refill what `build` computes and the
+        recorded kernels read. Nothing, unless a backend keeps such a thing."""
+
 
 class AttentionImpl(ABC, Generic[M]):
     """One layer's attention over the paged KV cache, in two calls.

@@ -339,6 +339,7 @@ class GPUModelRunner:
             num_tokens, common_attn_metadata.max_query_len
         )
         if graph_size is not None:
+            self.attn_metadata_builder.prepare_for_replay(common_attn_metadata)
             return self._replay(graph_size)[:num_tokens]
         attn_metadata = self.attn_metadata_builder.build(common_attn_metadata)
         return self._model_forward_eager(num_tokens, attn_metadata)

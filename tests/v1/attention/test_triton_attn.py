@@ -209,6 +209,9 @@ def test_metadata_for_a_graph_serves_any_lengths(device, dtype):
         replay = graph.replay
     for name in ("query_start_loc", "seq_lens", "slot_mapping"):
         getattr(empty, name).copy_(getattr(metadata, name))
+    builder.prepare_for_replay(metadata)
+    started = metadata.seq_lens_cpu.numpy()[builder.req_order.np[: metadata.num_reqs]]
+    assert (np.diff(started) <= 0).all(), "the longest context starts first"
     replay()
     expected = batch.expected(0.125)
     difference = output[:3].cpu().double() - expected

@@ -47,6 +47,7 @@ from nanovllm.v1.attention.ops.triton_unified_attention import (
     get_prefill_config,
     prefill_attention,
 )
+from nanovllm.v1.utils import CpuGpuBuffer
 
 # Dense attention takes multiples of so many tokens of a prompt: cuDNN plans anew for each length
 # that it has not seen, and that costs more than one prompt gains.
@@ -62,6 +63,7 @@ class TritonAttentionMetadata:
     seq_lens: torch.Tensor  # [num_reqs] int32
     block_table: torch.Tensor  # [num_reqs, max_num_blocks_per_req] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64
+    req_order: torch.Tensor  # [num_reqs] int32, the builder's: longest contexts first
     segments: Segments  # the builder's, used by one layer after the other
     decode_config: DecodeConfig | None  # None: no request computes one token
     prefill_config: PrefillConfig | None = None  # None: there are no query blocks
@@ -125,11 +127,13 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             self.num_sms = properties.multi_processor_count
             if has_dense_attention(self.device, self.head_size, self.dtype):
                 self.dense_multiple = DENSE_MULTIPLE
-        # Allocated once: graphs keep its address.
+        # Allocated once: graphs keep their addresses.
         self.segments = self._allocate_segments(self.max_num_reqs or 1)
+        self.req_order = self._allocate_req_order(self.max_num_reqs or 1)
 
     def build(self, common_attn_metadata: CommonAttentionMetadata) -> TritonAttentionMetadata:
         metadata = self.build_for_cudagraph_capture(common_attn_metadata)
+        self.prepare_for_replay(common_attn_metadata)
         if common_attn_metadata.max_query_len > 1:
             self._add_prefills(metadata, common_attn_metadata)
         return metadata
@@ -142,16 +146,26 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
         if num_reqs * self.num_kv_heads > len(self.segments.segm_arrivals):
             assert self.max_num_reqs is None, f"{num_reqs} requests > {self.max_num_reqs}"
             self.segments = self._allocate_segments(num_reqs)
+        if num_reqs > len(self.req_order.np):
+            self.req_order = self._allocate_req_order(num_reqs)
         return TritonAttentionMetadata(
             query_start_loc=common_attn_metadata.query_start_loc,
             seq_lens=common_attn_metadata.seq_lens,
             block_table=common_attn_metadata.block_table_tensor,
             slot_mapping=common_attn_metadata.slot_mapping,
+            req_order=self.req_order.gpu[:num_reqs],
             segments=self.segments,
             decode_config=get_decode_config(
                 num_reqs, self.num_kv_heads, self.head_size, self.dtype, self.num_sms
             ),
         )
+
+    def prepare_for_replay(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        num_reqs, order = common_attn_metadata.num_reqs, self.req_order.np
+        order[:num_reqs] = np.argsort(-common_attn_metadata.seq_lens_cpu.numpy(), kind="stable")
+        # Rows that pad a batch come last.
+        order[num_reqs:] = np.arange(num_reqs, len(order))
+        self.req_order.copy_to_gpu()
 
     def _add_prefills(
         self, metadata: TritonAttentionMetadata, common_attn_metadata: CommonAttentionMetadata
@@ -185,6 +199,17 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             if self.device.type == "cuda":
                 query_blocks = query_blocks.pin_memory().to(self.device, non_blocking=True)
             metadata.query_blocks = query_blocks
+
+    def _allocate_req_order(self, max_num_reqs: int) -> CpuGpuBuffer:
+        req_order = CpuGpuBuffer(
+            max_num_reqs,
+            dtype=torch.int32,
+            device=self.device,
+            pin_memory=self.device.type == "cuda",
+        )
+        req_order.np[:] = np.arange(max_num_reqs)
+        req_order.copy_to_gpu()
+        return req_order
 
     def _allocate_segments(self, max_num_reqs: int) -> Segments:
         max_requests_segments = max(
@@ -271,6 +296,7 @@ class TritonAttentionImpl(AttentionImpl[TritonAttentionMetadata]):
                 metadata.query_start_loc,
                 metadata.seq_lens,
                 metadata.block_table,
+                metadata.req_order,
                 self.scale,
                 metadata.decode_config,
                 metadata.segments,

@@ -214,6 +214,7 @@ def kernel_decode_attention(
     query_start_loc_ptr,
     seq_lens_ptr,
     block_table_ptr,
+    req_order_ptr,  # [num_reqs] int32
     # Of NUM_SEGMENTS > 1, float32:
     segm_output_ptr,  # [num_reqs, num_heads, NUM_SEGMENTS, HEAD_SIZE_PADDED]
     segm_max_ptr,  # [num_reqs, num_heads, NUM_SEGMENTS]
@@ -239,6 +240,9 @@ def kernel_decode_attention(
 ):
     """One program: one request, one key head, one segment of the context.
 
+    Programs start in about the order of their numbers, a few hundred at a time, and `req_order`
+    says whose turn it is: long contexts begin first, so that no long one is left running alone.
+
     Requests that compute another number of tokens than 1 are left alone: the other kernel's, and
     rows that pad the batch.
     """
@@ -246,7 +250,7 @@ def kernel_decode_attention(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     kv_head = tl.program_id(0)
-    req = tl.program_id(1)
+    req = tl.load(req_order_ptr + tl.program_id(1))
     segment = tl.program_id(2)
     query_start = tl.load(query_start_loc_ptr + req)
     if tl.load(query_start_loc_ptr + req + 1) - query_start != 1:
@@ -465,6 +469,7 @@ def decode_attention(
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
     seq_lens: torch.Tensor,  # [num_reqs] int32
     block_table: torch.Tensor,  # [num_reqs, max_num_blocks_per_req] int32, rows contiguous
+    req_order: torch.Tensor,  # [num_reqs] int32, a permutation: who starts first
     scale: float,
     config: DecodeConfig,
     segments: Segments,
@@ -480,6 +485,7 @@ def decode_attention(
         query_start_loc,
         seq_lens,
         block_table,
+        req_order,
         segments.segm_output,
         segments.segm_max,
         segments.segm_expsum,
