@@ -51,12 +51,15 @@ def choose_config(num_rows: int, num_cols: int, itemsize: int, sms: int) -> Onli
     row where there are eight rows for each, else small ones, 64 for each. (The best of
     bench_lab.py's sweep on an H200.)
     """
-    if num_rows >= 8 * sms:
-        return OnlineSoftmaxConfig(65536 // itemsize, num_splits=1, num_warps=32, num_stages=3)
-    block = 16384 // itemsize
+    is_one_a_row = num_rows >= 8 * sms
+    block = (65536 if is_one_a_row else 16384) // itemsize
     tiles = triton.cdiv(num_cols, block)
-    num_splits = min(triton.cdiv(64 * sms, num_rows), triton.cdiv(tiles, 4))
-    return OnlineSoftmaxConfig(block, num_splits, num_warps=8, num_stages=3)
+    num_splits = 1
+    if not is_one_a_row:
+        num_splits = min(triton.cdiv(64 * sms, num_rows), triton.cdiv(tiles, 4))
+    block = min(block, triton.next_power_of_2(num_cols))
+    num_warps = max(1, min(32, block // 512))
+    return OnlineSoftmaxConfig(block, num_splits, num_warps, num_stages=3)
 
 
 @triton.jit
