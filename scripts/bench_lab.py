@@ -549,9 +549,9 @@ def plot(bench: Bench, ceilings: Ceilings, folder: Path) -> None:
 
     def finish(name: str, axes: Any, ceiling: float, label: str) -> None:
         axes.axhline(ceiling, color="black", linestyle="--", linewidth=1, label=label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.25 * max(axes.get_ylim()[1], ceiling))  # room for the legend
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, ncols=3, loc="upper center")
         axes.figure.tight_layout()
         axes.figure.savefig(folder / f"{name}.png", dpi=120)
 
@@ -588,8 +588,11 @@ def plot(bench: Bench, ceilings: Ceilings, folder: Path) -> None:
         for i, (name, _, ys) in enumerate(lines(records, "batch", "GBps")):
             axes.bar([x + i * width for x in range(len(sizes))], ys, width, label=name)
         centre = (len(names) - 1) * width / 2
-        ticks = [f"{batch} x {context}\npages of {block}" for block, batch, context in sizes]
-        axes.set_xticks([x + centre for x in range(len(sizes))], ticks, fontsize=7)
+        ticks = [f"{batch} x {context}, pages of {block}" for block, batch, context in sizes]
+        axes.set_xticks([x + centre for x in range(len(sizes))], ticks, fontsize=8)
+        axes.tick_params(axis="x", labelrotation=40)
+        for label in axes.get_xticklabels():
+            label.set_horizontalalignment("right")
         axes.set_ylabel("GB/s of keys and values")
         axes.set_title(f"Paged decode, sequences x keys, on {gpu}", fontsize=10)
         finish("decode", axes, ceilings.read, "measured read")
