@@ -81,6 +81,23 @@ def test_graphs_and_kernel_by_kernel_give_the_same_tokens() -> None:
     llm.llm_engine.shutdown()
 
 
+def test_graphs_give_the_same_tokens_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner begins anew, and the graphs still find its inputs."""
+    llm = LLM(device="cuda", dtype="float32")
+    expected = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.model_runner  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_sample", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    # Memory that the reset has let go of is used by someone else, as it would be sooner or later.
+    hog = torch.full((1 << 22,), -1, dtype=torch.int32, device="cuda")
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    del hog
+    llm.llm_engine.shutdown()
+
+
 def random_requests(n: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts with common beginnings, and parameters that determine the tokens."""
     rng = random.Random(0)

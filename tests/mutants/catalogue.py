@@ -43,6 +43,10 @@ END_TOKEN_SPEC = f"{ENGINE}::test_an_answer_ends_at_the_first_end_token"
 SEEDS_SPEC = f"{ENGINE}::test_seeds_of_neighbours_are_their_own"
 IDLE_SPEC = f"{ENGINE}::test_an_idle_engine_remembers_nobody"
 FOUND = "tests/v1/core/test_found_by_specs.py"
+RESET_SPEC = (
+    "tests/v1/worker/test_gpu_model_runner.py"
+    "::test_a_reset_leaves_the_model_s_inputs_where_they_are"
+)
 ASYNC = "tests/v1/worker/test_async_gpu_model_runner.py"
 ASYNC_SPEC = f"{ASYNC}::test_async_and_sync_engines_give_the_same_tokens"
 
@@ -629,5 +633,15 @@ MUTANTS = [
         "if row is not None and self.requests.get(request.req_id) is request:",
         "if row is not None:",
         f"{ASYNC}::test_an_aborted_request_leaves_nothing_behind",
+    ),
+    # ---- CUDA graphs ----
+    Mutant(
+        "after a failed step graphs read the block table of before",
+        "found here: a reset made the rows anew, graphs keep addresses",
+        RUNNER,
+        "GPUModelRunner.reset",
+        "self._make_input_batch(block_table)",
+        "self._make_input_batch()",
+        RESET_SPEC,
     ),
 ]

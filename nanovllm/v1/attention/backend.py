@@ -60,7 +60,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         block_size: tokens a block of the KV cache.
         num_heads, num_kv_heads, head_size: of every layer.
         max_num_reqs: the most requests in one batch; None: not known.
-        max_model_len: the longest context in tokens; None: not known.
         device: where the batch is; None: a CPU.
         dtype: of keys and values.
     """
@@ -74,7 +73,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         num_kv_heads: int,
         head_size: int,
         max_num_reqs: int | None = None,
-        max_model_len: int | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -83,7 +81,6 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
         self.max_num_reqs = max_num_reqs
-        self.max_model_len = max_model_len
         self.device = device if device is not None else torch.device("cpu")
         self.dtype = dtype
 

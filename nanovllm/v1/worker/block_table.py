@@ -80,6 +80,11 @@ class BlockTable:
         self.block_table.np[row_idx, : self.num_blocks_per_row[row_idx]] = 0
         self.num_blocks_per_row[row_idx] = 0
 
+    def clear(self) -> None:
+        """Forget all rows. The buffers stay where they are."""
+        self.block_table.np[:] = 0
+        self.num_blocks_per_row[:] = 0
+
     def move_row(self, src: int, tgt: int) -> None:
         """Copy row `src` over row `tgt`; `src` is left as it is."""
         num_blocks = self.num_blocks_per_row[src]

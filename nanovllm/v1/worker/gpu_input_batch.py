@@ -95,7 +95,12 @@ class InputBatch:
         vocab_size: int,
         block_size: int,
         logitsprocs: LogitsProcessors,
+        block_table: BlockTable | None = None,
     ) -> None:
+        """
+        Args:
+            block_table: an empty one to take over, of the same sizes; None: a new one.
+        """
         self.max_num_reqs = max_num_reqs
         self.max_model_len = max_model_len
         self.device = device
@@ -112,14 +117,16 @@ class InputBatch:
         self.num_tokens_no_spec = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_cpu = np.zeros(max_num_reqs, dtype=np.int32)
-        self.block_table = BlockTable(
-            block_size,
-            max_num_reqs,
-            -(-max_model_len // block_size),
-            max_num_batched_tokens,
-            pin_memory,
-            device,
-        )
+        if block_table is None:
+            block_table = BlockTable(
+                block_size,
+                max_num_reqs,
+                -(-max_model_len // block_size),
+                max_num_batched_tokens,
+                pin_memory,
+                device,
+            )
+        self.block_table = block_table
 
         # Sampling parameters. A row whose value switches a step off (top_p 1, penalty 0 ...) costs
         # nothing: the step runs only if some row needs it.

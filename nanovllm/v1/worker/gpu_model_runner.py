@@ -32,7 +32,7 @@ from nanovllm.v1.outputs import (
 from nanovllm.v1.sample.logits_processor import build_logitsprocs
 from nanovllm.v1.sample.sampler import Sampler
 from nanovllm.v1.utils import CpuGpuBuffer
-from nanovllm.v1.worker.block_table import PAD_SLOT_ID
+from nanovllm.v1.worker.block_table import PAD_SLOT_ID, BlockTable
 from nanovllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 if TYPE_CHECKING:
@@ -101,7 +101,6 @@ class GPUModelRunner:
             model_config.get_num_kv_heads(),
             model_config.get_head_size(),
             max_num_reqs=self.max_num_reqs,
-            max_model_len=self.max_model_len,
             device=device,
             dtype=model_config.torch_dtype,
         )
@@ -136,7 +135,7 @@ class GPUModelRunner:
     def _make_buffer(self, size: int, dtype: torch.dtype) -> CpuGpuBuffer:
         return CpuGpuBuffer(size, dtype=dtype, device=self.device, pin_memory=self.pin_memory)
 
-    def _make_input_batch(self) -> InputBatch:
+    def _make_input_batch(self, block_table: BlockTable | None = None) -> InputBatch:
         return InputBatch(
             max_num_reqs=self.max_num_reqs,
             max_model_len=self.max_model_len,
@@ -146,13 +145,17 @@ class GPUModelRunner:
             vocab_size=self.model_config.get_vocab_size(),
             block_size=self.cache_config.block_size,
             logitsprocs=build_logitsprocs(self.max_num_reqs, self.device),
+            block_table=block_table,
         )
 
     def reset(self) -> None:
         """Forget every request: a step has failed, perhaps half way through the rows."""
         self.requests.clear()
         self.num_prompt_logprobs.clear()
-        self.input_batch = self._make_input_batch()
+        # The block table stays: CUDA graphs have recorded its address, and that of the slots.
+        block_table = self.input_batch.block_table
+        block_table.clear()
+        self.input_batch = self._make_input_batch(block_table)
         self.execute_model_state = None
 
     # ---- set-up ----

@@ -178,7 +178,7 @@ def test_metadata_for_a_graph_serves_any_lengths(device, dtype):
     batch = Batch([(1, 70), (1, 130), (1, 3)], shape)
     metadata, (query, key, value) = batch.metadata(), batch.qkv()
     builder = TritonAttentionMetadataBuilder(
-        16, shape.num_heads, 2, 64, max_num_reqs=4, max_model_len=256, dtype=dtype,
+        16, shape.num_heads, 2, 64, max_num_reqs=4, dtype=dtype,
         device=torch.device(device),
     )  # fmt: skip
     builder.num_sms = 8

@@ -298,6 +298,26 @@ def test_after_a_failed_step_the_runner_can_be_reset(driver, greedy, monkeypatch
     assert fresh.outputs("a") == greedy(prompt(6, seed=4), 1)
 
 
+def test_a_reset_leaves_the_model_s_inputs_where_they_are(driver):
+    """CUDA graphs have recorded their addresses; and no row's blocks are left in them."""
+    driver.add("a", prompt(5))
+    driver.step({"a": 5})
+    runner = driver.runner
+
+    def addresses() -> list[int]:
+        metadata = runner._common_attn_metadata(1, 1, max_query_len=1)
+        tensors = [value for value in vars(metadata).values() if isinstance(value, torch.Tensor)]
+        tensors += [runner.input_ids.gpu, runner.positions.gpu, *runner.kv_caches]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before = addresses()
+    assert runner.input_batch.block_table.get_numpy_array().any()
+    runner.reset()
+    assert addresses() == before
+    assert not runner.input_batch.block_table.get_numpy_array().any()
+    assert not runner.input_batch.block_table.num_blocks_per_row.any()
+
+
 def test_an_empty_plan_is_what_make_empty_says(driver):
     """SchedulerOutput.make_empty() is accepted by a fresh runner."""
     output = driver.runner.execute_model(SchedulerOutput.make_empty())
