@@ -30,17 +30,20 @@ import torch
 
 
 def get_cudagraph_capture_sizes(max_num_seqs: int, max_capture_size: int | None) -> list[int]:
-    """The batch sizes to record, ascending: 1, 2, 4, multiples of 8 up to 256, of 16 beyond.
+    """The batch sizes to record, ascending: 1, 2, 4, multiples of 8 up to 256, of 16 beyond, and
+    the largest.
 
     Args:
-        max_capture_size: None: as far as max_num_seqs, but not beyond 512.
+        max_num_seqs: no decode batch is larger.
+        max_capture_size: no graph is larger; 0: none are recorded. None: 512.
 
-    Source: VllmConfig._set_cudagraph_sizes (vllm/config/vllm.py).
+    Source: VllmConfig._set_cudagraph_sizes (vllm/config/vllm.py). Its default reaches to twice
+    max_num_seqs, for mixed batches, which run kernel by kernel here.
     """
     largest = min(max_num_seqs, 512 if max_capture_size is None else max_capture_size)
     sizes = [size for size in (1, 2, 4, *range(8, 256, 8)) if size <= largest]
     sizes += range(256, largest + 1, 16)
-    if sizes and sizes[-1] < min(largest, max_num_seqs):
+    if sizes and sizes[-1] < largest:
         sizes.append(largest)
     return sizes
 
