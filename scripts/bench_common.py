@@ -201,12 +201,18 @@ class Floors:
 
         shape = ModelShape.from_hf_config(AutoConfig.from_pretrained(model))
         self.metrics = ModelMetrics(shape, "bfloat16")
-        self.weight_bytes = sum(self.metrics.weights.values())
+        weights = self.metrics.weights
+        # Of a table that is not also the head, only the tokens' rows are read.
+        tables = weights["positions"]
+        if not shape.tie_word_embeddings:
+            tables += weights["embedding"]
+        self.weight_bytes = sum(weights.values()) - tables
         self.kv_bytes_per_token = kv_bytes_per_token(shape, "bfloat16")
         self.ceilings = ceilings
 
     def decode_ms(self, num_context_tokens: float) -> float:
-        """One step: every weight, and the keys and values of all requests, once."""
+        """One step: every weight that is multiplied, and the keys and values of all requests,
+        once."""
         num_bytes = self.weight_bytes + num_context_tokens * self.kv_bytes_per_token
         return num_bytes / self.ceilings.read_bytes_per_s * 1e3
 
