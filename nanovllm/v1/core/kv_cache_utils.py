@@ -29,7 +29,7 @@ BlockHash = NewType("BlockHash", bytes)
 NONE_HASH = BlockHash(hashlib.sha256(b"nanovllm: no parent block").digest())
 
 TOKEN_ID_BYTES = 8
-HASHES_REMEMBERED = 1 << 16  # about 30 MB when full
+HASHES_REMEMBERED = 1 << 16  # about 25 MB when full, with blocks of 16
 
 
 def cdiv(a: int, b: int) -> int:

@@ -152,9 +152,9 @@ class InputProcessor:
         # The tokenizer may know fewer tokens than the model has rows (padding) or more (then the
         # embedding has no row for them): the model's number counts.
         vocab_size = self.model_config.get_vocab_size()
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0:  # noqa: SIM102
-            if max(token_ids) < vocab_size:
-                return  # Nearly always; what follows finds the culprit.
+        all_ints = set(map(type, token_ids)) == {int}
+        if all_ints and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return  # Nearly always; what follows finds the culprit.
         for position, token_id in enumerate(token_ids):
             if type(token_id) is not int:
                 _fail(

@@ -36,9 +36,10 @@ class SamplingMetadata:
     """One row a request, in the order of the logits' rows. A row of a column that its request does
     not use holds the neutral value named here.
 
-    Who reads output_token_ids on the host, and so needs tokens that have been sampled to have
-    arrived there: bad words, min_tokens (through its logits processor), and penalties unless
-    output_token_ids_tensor is given. Everything else works one step ahead of the host.
+    Who reads the tokens of output_token_ids on the host, and so needs what has been sampled to have
+    arrived there: bad words, and penalties unless output_token_ids_tensor is given. Everything else
+    works one step ahead of the host; min_tokens asks only how many there are, and an unknown one
+    counts.
     """
 
     # [num_reqs] float32; below 1e-5 the row is greedy. None if all_greedy.

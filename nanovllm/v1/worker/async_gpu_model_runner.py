@@ -214,7 +214,7 @@ class AsyncGPUModelRunner(GPUModelRunner):
 
     # ---- inputs ----
 
-    def _prepare_input_ids(self, num_tokens: int, req_indices: np.ndarray) -> None:
+    def _prepare_input_ids(self, num_tokens_padded: int, req_indices: np.ndarray) -> None:
         """Name the unknown tokens by the rows that sample them, then send."""
         input_ids = self.input_ids.np[: len(req_indices)]
         unknown = np.flatnonzero(input_ids == UNKNOWN_TOKEN_ID)
@@ -222,7 +222,7 @@ class AsyncGPUModelRunner(GPUModelRunner):
             rows = self.input_batch.prev_rows[req_indices[unknown]]
             assert (rows >= 0).all(), "a token is unknown that the last step has not sampled"
             input_ids[unknown] = -1 - rows
-        super()._prepare_input_ids(num_tokens, req_indices)
+        super()._prepare_input_ids(num_tokens_padded, req_indices)
 
     def _model_forward_eager(self, num_tokens: int, attn_metadata: object) -> torch.Tensor:
         """Resolve negative input ids first; recorded with the rest in a CUDA graph."""

@@ -373,9 +373,8 @@ class DecodeConfig:
     num_stages: int
     num_segments: int  # at most so many a request and key head; a power of two
     min_segment_tokens: int  # a context is not cut into less
-    use_dot: bool = (
-        True  # products on tensor cores, the group padded to 16 rows; or sums of 3-D tiles
-    )
+    # Products on tensor cores, the group padded to 16 rows; or sums of 3-D tiles.
+    use_dot: bool = True
 
 
 @dataclass(frozen=True)
