@@ -246,6 +246,43 @@ def test_a_list_that_overflows_changes_nothing(
         monkeypatch.setattr(topk_topp_triton, "LIST_CAPACITY", SMALL_LIST)
 
 
+@pytest.mark.parametrize(("device", "dtype"), DTYPES)
+@small_tiles
+def test_a_search_of_several_rounds(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shapes that make the first guess a bad one, k too large for the groups' largest logits, lists
+    of a few tokens: intervals of both signs, and some between two numbers that are neighbours."""
+    monkeypatch.setattr(topk_topp_triton, "SHORT", 16)
+    rng = np.random.default_rng(1)
+    normal, wide = rng.normal(size=(2, 1500))
+    rows = [
+        normal,
+        normal * 0.1 + (wide > 1) * 3,
+        np.exp(wide),
+        -rng.exponential(3, 1500),
+        -np.sort(rng.exponential(3, 1500)),
+        np.sign(wide) * 30 + normal,
+        1 + rng.integers(0, 9, 1500) * 2.0**-23,
+    ]
+    logits = torch.from_numpy(np.array(rows * 3)).to(device, dtype)
+    num_rows = len(logits)
+    fraction = torch.arange(3, device=device).repeat_interleave(len(rows))
+    case = Case(
+        logits,
+        row_keys(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64)).to(device),
+        torch.full((num_rows,), 1000.0, device=device),  # a token too many would be drawn
+        torch.tensor([180, 750, 1320], device=device, dtype=torch.int32)[fraction],
+        None,
+        None,
+    )
+    case.check(share_of_ties=0)
+    case.k, case.p = None, torch.tensor([0.2, 0.9, 0.99], device=device)[fraction]
+    for temperature in (1000.0, 3.0):
+        case.temperature.fill_(temperature)
+        case.check()
+
+
 def odd_rows(vocab_size: int) -> torch.Tensor:
     """Rows that make pivots useless or leave few tokens."""
     rng = np.random.default_rng(0)
