@@ -246,9 +246,11 @@ def _guess_kernel(
             # Of tokens in random order this many groups hold one of the k most likely.
             groups = num_groups * (1.0 - tl.exp2(-1.4426950408889634 * k / num_groups))
             group_max_ptr += row * num_groups
+            groups_max = (
+                group_max_ptr, group_max_ptr, num_groups, 0, low, high, low, largest, temperature
+            )  # fmt: skip
             key = _search(
-                group_max_ptr, group_max_ptr, num_groups, 0, low, high, low, largest, temperature,
-                _ordered_key(low, KEY_SHIFT), high_key, tl.zeros([], dtype=tl.int64),
+                groups_max, _ordered_key(low, KEY_SHIFT), high_key, tl.zeros([], dtype=tl.int64),
                 tl.where(few, k.to(tl.float64), groups.to(tl.float64)),
                 True, NUM_PIVOTS, KEY_SHIFT, LIST_BLOCK,
             )  # fmt: skip
@@ -529,10 +531,12 @@ def _finish_kernel(
         key = _ordered_key(low, KEY_SHIFT)
         high_key = _ordered_key(tl.minimum(high, largest), KEY_SHIFT)
         above = tl.load(state_ptr + ABOVE)
+        listed = (
+            row_ptr, list_logits_ptr, length, num_listed, low, high, floor, largest, temperature
+        )  # fmt: skip
         if k < vocab_size:
             key = _search(
-                row_ptr, list_logits_ptr, length, num_listed, low, high, floor, largest,
-                temperature, key, high_key, above.to(tl.int64), k.to(tl.float64), True,
+                listed, key, high_key, above.to(tl.int64), k.to(tl.float64), True,
                 NUM_PIVOTS, KEY_SHIFT, LIST_BLOCK,
             )  # fmt: skip
         if p < 1:
@@ -542,20 +546,16 @@ def _finish_kernel(
                 # Of what top-k has left. The key itself is kept, so the search begins below it.
                 key -= 1
                 left = _measures_of_list(
-                    row_ptr, list_logits_ptr, length, num_listed, low, high, floor, largest,
-                    temperature, tl.zeros([1], dtype=tl.int32) + key, base, False,
+                    listed, tl.zeros([1], dtype=tl.int32) + key, base, False,
                     1, KEY_SHIFT, LIST_BLOCK,
                 )  # fmt: skip
                 goal = p.to(tl.float64) * tl.max(left).to(tl.float64)
             key = _search(
-                row_ptr, list_logits_ptr, length, num_listed, low, high, floor, largest,
-                temperature, key, high_key, base, goal, False,
+                listed, key, high_key, base, goal, False,
                 NUM_PIVOTS, KEY_SHIFT, LIST_BLOCK,
             )  # fmt: skip
         for start in range(0, length, LIST_BLOCK):
-            list_logits, listed = _load_list(
-                row_ptr, list_logits_ptr, start, length, num_listed, low, high, floor, LIST_BLOCK
-            )
+            list_logits, kept = _load_list(listed, start, LIST_BLOCK)
             slots = start + tl.arange(0, LIST_BLOCK)
             list_ids = tl.load(list_ids_ptr + slots, mask=slots < num_listed, other=0)
             list_ids = tl.where(slots < num_listed, list_ids, slots)
@@ -563,7 +563,7 @@ def _finish_kernel(
                 list_logits, list_ids, row, temperature_ptr, noise_keys_ptr, SAMPLING_EPS,
                 APPROX_LOG,
             )  # fmt: skip
-            kept = listed & (_ordered_key(list_logits, KEY_SHIFT) >= key)
+            kept &= _ordered_key(list_logits, KEY_SHIFT) >= key
             list_scores = tl.where(kept, list_scores, -float("inf"))
             score = tl.max(list_scores)
             token = lowest_argmax(list_scores, list_ids, vocab_size - 1)
@@ -678,10 +678,10 @@ def _from_key(key, KEY_SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _load_list(
-    row_ptr, list_ptr, start, length, num_listed, low, high, floor, LIST_BLOCK: tl.constexpr
-):
-    """A block of the list, or of the row where the list was too short: logits, which count."""
+def _load_list(tokens, start, LIST_BLOCK: tl.constexpr):
+    """A block of the list, or of the row where the list was too short: logits, which count.
+    `tokens` is what _measures_of_list takes."""
+    row_ptr, list_ptr, length, num_listed, low, high, floor, _, _ = tokens
     slots = start + tl.arange(0, LIST_BLOCK)
     listed = slots < num_listed
     logits = tl.load(row_ptr + slots, mask=(slots < length) & ~listed, other=-float("inf"))
@@ -692,15 +692,7 @@ def _load_list(
 
 @triton.jit
 def _measures_of_list(
-    row_ptr,
-    list_ptr,
-    length,
-    num_listed,
-    low,
-    high,
-    floor,
-    largest,
-    temperature,
+    tokens,  # (row, list, how many in the row or list, in the list, low, high, floor, largest, T)
     pivots,  # [NUM_PIVOTS] int32 keys
     base,
     BY_COUNT: tl.constexpr,
@@ -710,10 +702,9 @@ def _measures_of_list(
 ):
     """[NUM_PIVOTS] int64: base and the measure of the list above each pivot."""
     measures = tl.zeros([NUM_PIVOTS], dtype=tl.int64) + base
+    _, _, length, _, _, _, _, largest, temperature = tokens
     for start in range(0, length, LIST_BLOCK):
-        logits, listed = _load_list(
-            row_ptr, list_ptr, start, length, num_listed, low, high, floor, LIST_BLOCK
-        )
+        logits, listed = _load_list(tokens, start, LIST_BLOCK)
         weights = listed.to(tl.int64)
         if not BY_COUNT:
             mass = tl.where(listed, _weights(logits, largest, temperature), 0.0)
@@ -725,15 +716,7 @@ def _measures_of_list(
 
 @triton.jit
 def _search(
-    row_ptr,
-    list_ptr,
-    length,
-    num_listed,
-    low,
-    high,
-    floor,
-    largest,
-    temperature,
+    tokens,
     low_key,
     high_key,
     base,
@@ -750,8 +733,7 @@ def _search(
         pivots = low_key + (high_key - low_key) * index // (NUM_PIVOTS + 1)
         pivots = tl.maximum(pivots, low_key + 1)
         measures = _measures_of_list(
-            row_ptr, list_ptr, length, num_listed, low, high, floor, largest, temperature,
-            pivots.to(tl.int32), base, BY_COUNT, NUM_PIVOTS, KEY_SHIFT, LIST_BLOCK,
+            tokens, pivots.to(tl.int32), base, BY_COUNT, NUM_PIVOTS, KEY_SHIFT, LIST_BLOCK,
         )  # fmt: skip
         # Never both unchanged, whatever the measures are: pivots are inside the interval.
         reached = measures.to(tl.float64) >= target
