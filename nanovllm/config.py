@@ -384,3 +384,13 @@ class VllmConfig:
     attention_backend: str | None = None
     # The largest batch that a CUDA graph is recorded for; None: get_cudagraph_capture_sizes.
     max_cudagraph_capture_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.max_cudagraph_capture_size
+        if size is not None and size < 1:
+            raise VLLMValidationError(
+                f"max_cudagraph_capture_size must be at least 1, got {size}; enforce_eager turns "
+                "the graphs off.",
+                parameter="max_cudagraph_capture_size",
+                value=size,
+            )

@@ -1,10 +1,10 @@
-"""CpuGpuBuffer: what the host writes and the device reads.
+"""What the host writes and the device reads: CpuGpuBuffer; async_tensor_h2d for what comes once.
 
 The runner fills its inputs with numpy, in place, in arrays that live as long as the engine, and
 sends them to the device with one asynchronous copy each. On a CPU there is nothing to send: the
 device's twin is the very same memory.
 
-Upstream: vllm/v1/utils.py (0.23.0)
+Upstream: vllm/v1/utils.py, and async_tensor_h2d in vllm/utils/torch_utils.py (0.23.0)
 Left out: process management, ZMQ addresses and usage reports of the same file.
 """
 
@@ -45,3 +45,16 @@ class CpuGpuBuffer:
         if self.gpu is not self.cpu:
             self.gpu[:n].copy_(self.cpu[:n], non_blocking=True)
         return self.gpu[:n]
+
+
+def async_tensor_h2d(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, which is on the CPU, on `device`, without waiting for either.
+
+    A copy from ordinary memory holds the host up, whatever non_blocking says; one from page-locked
+    memory only joins the stream. That memory is new each time, and torch keeps it until the device
+    has read it: a buffer that is used again could still be waiting when the next step overwrites
+    it. On a CPU it is the tensor itself.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

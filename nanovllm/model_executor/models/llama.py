@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import VllmConfig, get_rope_parameters
-from nanovllm.model_executor.layers.activation import get_act_and_mul_fn
+from nanovllm.model_executor.layers.activation import SiluAndMul, get_act_and_mul_fn
 from nanovllm.model_executor.layers.attention import Attention
 from nanovllm.model_executor.layers.layernorm import RMSNorm
 from nanovllm.model_executor.layers.linear import (
@@ -183,7 +183,9 @@ class LlamaDecoderLayer(nn.Module):
         """(hidden_states, residual) -> (hidden_states, residual), [num_tokens, hidden_size] each.
         The residual stream is their sum, which the next norm computes; None: hidden_states alone is
         the stream, as before the first layer."""
-        if residual is None and use_skinny_linear(hidden_states):
+        # (The lab puts other activations in place of SiLU; the fused kernel knows that one only.)
+        can_fuse = residual is None and type(self.mlp.act_fn) is SiluAndMul
+        if can_fuse and use_skinny_linear(hidden_states):
             return self.forward_skinny(positions, hidden_states, kv_caches, attn_metadata), None
         if residual is None:
             residual = hidden_states

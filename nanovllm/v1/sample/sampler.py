@@ -21,13 +21,13 @@ from nanovllm.triton_utils import use_triton
 from nanovllm.v1.outputs import LogprobsTensors, SamplerOutput
 from nanovllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from nanovllm.v1.sample.metadata import UNSEEDED, SamplingMetadata
-from nanovllm.v1.sample.ops.async_copy import to_device
 from nanovllm.v1.sample.ops.bad_words import apply_bad_words
 from nanovllm.v1.sample.ops.gumbel import gumbel_sample
 from nanovllm.v1.sample.ops.logprobs import batched_count_greater_than
 from nanovllm.v1.sample.ops.penalties import apply_all_penalties
 from nanovllm.v1.sample.ops.seeded_noise import row_keys, step_keys
 from nanovllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from nanovllm.v1.utils import async_tensor_h2d
 
 
 class Sampler(nn.Module):
@@ -198,7 +198,7 @@ class Sampler(nn.Module):
         """
         fresh = torch.empty(logits.shape[0], dtype=torch.int64, device="cpu")
         fresh.random_(generator=self.generator)
-        fresh = to_device(fresh, logits.device)
+        fresh = async_tensor_h2d(fresh, logits.device)
         if use_triton(logits):
             return step_keys(fresh, seeds, positions)
         if seeds is None:

@@ -1,4 +1,4 @@
-"""AsyncGPUModelRunner: the model runner that never waits for the tokens it has just sampled.
+"""AsyncGPUModelRunner: the model runner that does not wait for the tokens it has just sampled.
 
 With async scheduling, step n + 1 is prepared and launched while the device still works on step n.
 Its input is then not known on the host: a decoding request's newest token is the one that step n is
@@ -11,7 +11,8 @@ about to sample. The host needs only to know that there is one, and where it wil
 
 A negative input id -1 - r says "what row r of the last step has sampled". The tokens themselves
 come to the host on a copy stream, and are put in place of the -1 when the step's output is taken
-in, which is before step n + 2 is planned: so at most one token of a request is unknown at a time.
+in, which is before step n + 2 is planned: so a step that is prepared finds at most one token of a
+request unknown.
 
 Upstream: vllm/v1/worker/gpu_model_runner.py (0.23.0), where both ways are one class
 (`use_async_scheduling`) and the sampled tokens are scattered into the input by two index tensors.
@@ -32,8 +33,8 @@ from nanovllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
-from nanovllm.v1.sample.ops.async_copy import to_device
 from nanovllm.v1.sample.ops.penalties import make_output_matrix
+from nanovllm.v1.utils import async_tensor_h2d
 from nanovllm.v1.worker.gpu_input_batch import CachedRequestState
 from nanovllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -96,8 +97,9 @@ class AsyncGPUModelRunner(GPUModelRunner):
     """GPUModelRunner whose sample_tokens returns before the tokens are known.
 
     Invariants, beside those of GPUModelRunner:
-    - A token_ids_cpu entry below num_tokens_no_spec is -1 only if it is the last one of its row and
-      the step before sampled it; batch.prev_rows then says in which row.
+    - When a step is prepared, a token_ids_cpu entry below num_tokens_no_spec is -1 only if it is
+      the last one of its row and the step before sampled it; batch.prev_rows then says in which
+      row. (From this step's samples until the last step's arrive, a row may end in two.)
     - The host writes no pinned input buffer before the copies of the step before are done
       (`inputs_copied`): they may be queued behind a model that is still running.
     """
@@ -155,7 +157,8 @@ class AsyncGPUModelRunner(GPUModelRunner):
         """Some sampling steps look at the tokens before, the newest included."""
         sampling_metadata = self.input_batch.sampling_metadata
         if sampling_metadata.bad_words_token_ids and self._last_output is not None:
-            self._last_output.get_output()  # They are looked up on the host: wait for it.
+            # They are looked up on the host: wait. (The engine would do so next anyhow.)
+            self._last_output.get_output()
         if not sampling_metadata.no_penalties:
             self._add_output_tokens(sampling_metadata)
         return super()._sample()
@@ -172,9 +175,11 @@ class AsyncGPUModelRunner(GPUModelRunner):
             num_tokens - unknown,
             batch.vocab_size,
         )
-        sampling_metadata.output_token_ids_tensor = to_device(torch.from_numpy(matrix), self.device)
-        rows = to_device(torch.from_numpy(batch.prev_rows[:num_reqs].copy()), self.device)
-        known = to_device(torch.from_numpy(~unknown), self.device)
+        sampling_metadata.output_token_ids_tensor = async_tensor_h2d(
+            torch.from_numpy(matrix), self.device
+        )
+        rows = async_tensor_h2d(torch.from_numpy(batch.prev_rows[:num_reqs].copy()), self.device)
+        known = async_tensor_h2d(torch.from_numpy(~unknown), self.device)
         newest = self.prev_sampled_token_ids[rows.clamp(min=0)]
         sampling_metadata.last_sampled_token_ids = newest.masked_fill(known, -1)
 
@@ -205,7 +210,7 @@ class AsyncGPUModelRunner(GPUModelRunner):
     def fill_in_token(self, request: CachedRequestState, index: int, token_id: int) -> None:
         """Replace the -1 at outputs[index] of `request`, and in its row if it (still) has one."""
         if index >= len(request.output_token_ids):
-            return  # Preempted meanwhile, and its outputs restored from the scheduler's.
+            return  # Its outputs were restored from the scheduler's, without this one.
         request.output_token_ids[index] = token_id
         row = self.input_batch.req_id_to_index.get(request.req_id)
         # Its id may belong to another request by now.

@@ -27,7 +27,7 @@ from nanovllm.v1.sample.logits_processor import (
     MoveDirectionality,
 )
 from nanovllm.v1.sample.metadata import UNSEEDED, SamplingMetadata, encode_seed
-from nanovllm.v1.utils import CpuGpuBuffer
+from nanovllm.v1.utils import CpuGpuBuffer, async_tensor_h2d
 from nanovllm.v1.worker.block_table import BlockTable
 
 
@@ -380,7 +380,7 @@ class InputBatch:
             self.token_ids_cpu[: self.num_reqs, : len(columns)],
             self.vocab_size,
         )
-        return torch.from_numpy(prompt_token_ids.astype(np.int64)).to(self.device)
+        return async_tensor_h2d(torch.from_numpy(prompt_token_ids.astype(np.int64)), self.device)
 
     @property
     def all_greedy(self) -> bool:

@@ -436,8 +436,8 @@ class GPUModelRunner:
     def _restore_output_token_ids(
         request: CachedRequestState, req_data: CachedRequestData, num_output_tokens: int
     ) -> None:
-        """Take the outputs of a request without a row from the scheduler. They equal our own copy,
-        unless scheduling runs ahead of sampling (async), where ours may lack the last one."""
+        """Take the outputs of a request without a row from the scheduler. They equal our own copy
+        (upstream's runner may lack the last one with async scheduling)."""
         all_token_ids = req_data.all_token_ids.get(request.req_id)
         if all_token_ids is not None:
             num_prompt_tokens = request.num_prompt_tokens

@@ -150,7 +150,10 @@ class Worker:
             ) from e
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
-        graphs = self.model_runner.profile_cudagraph_memory()
+        try:
+            graphs = self.model_runner.profile_cudagraph_memory()
+        except torch.OutOfMemoryError as e:
+            raise self._graphs_do_not_fit() from e
         torch.cuda.empty_cache()
         # What the driver and libraries took since init_device, which torch's allocator does not
         # see.
@@ -198,12 +201,15 @@ class Worker:
         try:
             self.model_runner.capture_model()
         except torch.OutOfMemoryError as e:
-            raise VLLMValidationError(
-                f"The CUDA graphs do not fit on {self.device} beside the KV cache; lower "
-                "gpu_memory_utilization or max_cudagraph_capture_size, or set enforce_eager.",
-                parameter="gpu_memory_utilization",
-                value=self.cache_config.gpu_memory_utilization,
-            ) from e
+            raise self._graphs_do_not_fit() from e
+
+    def _graphs_do_not_fit(self) -> VLLMValidationError:
+        return VLLMValidationError(
+            f"The CUDA graphs do not fit on {self.device} beside weights and KV cache; lower "
+            "gpu_memory_utilization or max_cudagraph_capture_size, or set enforce_eager.",
+            parameter="gpu_memory_utilization",
+            value=self.cache_config.gpu_memory_utilization,
+        )
 
     def reset(self) -> None:
         """Forget every request, after a step that failed."""

@@ -47,7 +47,7 @@ from nanovllm.v1.attention.ops.triton_unified_attention import (
     get_prefill_config,
     prefill_attention,
 )
-from nanovllm.v1.utils import CpuGpuBuffer
+from nanovllm.v1.utils import CpuGpuBuffer, async_tensor_h2d
 
 # Dense attention takes multiples of so many tokens of a prompt: cuDNN plans anew for each length
 # that it has not seen, and that costs more than one prompt gains.
@@ -196,9 +196,7 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
             query_blocks = torch.from_numpy(
                 get_query_blocks(num_dense_tokens, num_paged_tokens, context_lens, block_q)
             )
-            if self.device.type == "cuda":
-                query_blocks = query_blocks.pin_memory().to(self.device, non_blocking=True)
-            metadata.query_blocks = query_blocks
+            metadata.query_blocks = async_tensor_h2d(query_blocks, self.device)
 
     def _allocate_req_order(self, max_num_reqs: int) -> CpuGpuBuffer:
         req_order = CpuGpuBuffer(

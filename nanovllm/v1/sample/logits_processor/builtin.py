@@ -21,7 +21,7 @@ from nanovllm.v1.sample.logits_processor.interface import (
     LogitsProcessor,
     MoveDirectionality,
 )
-from nanovllm.v1.sample.ops.async_copy import to_device
+from nanovllm.v1.utils import async_tensor_h2d
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class MinPLogitsProcessor(LogitsProcessor):
         min_p = self.min_p_cpu[: batch_update.batch_size]
         self.min_p_count = int(min_p.count_nonzero())
         if self.min_p_count:
-            self.log_min_p = to_device(min_p.log().unsqueeze(1), self.device)
+            self.log_min_p = async_tensor_h2d(min_p.log().unsqueeze(1), self.device)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if not self.min_p_count:
@@ -93,7 +93,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
             return
         self.logits_slice = _logits_slice(self.biases.items(), self.device)
         values = [bias for row in self.biases.values() for bias in row.values()]
-        self.bias_tensor = to_device(
+        self.bias_tensor = async_tensor_h2d(
             torch.tensor(values, dtype=torch.float32, device="cpu"), self.device
         )
 
@@ -185,7 +185,7 @@ def _logits_slice(
     pairs = [(row, token_id) for row, ids in token_ids_by_row for token_id in ids]
     rows, columns = zip(*pairs, strict=True) if pairs else ((), ())
     as_index = (
-        to_device(torch.tensor(ids, dtype=torch.int64, device="cpu"), device)
+        async_tensor_h2d(torch.tensor(ids, dtype=torch.int64, device="cpu"), device)
         for ids in (rows, columns)
     )
     return next(as_index), next(as_index)

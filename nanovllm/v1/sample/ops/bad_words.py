@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.v1.sample.ops.async_copy import to_device
+from nanovllm.v1.utils import async_tensor_h2d
 
 
 def apply_bad_words(
@@ -34,7 +34,7 @@ def apply_bad_words(
     ]
     if forbidden:
         pairs = torch.tensor(forbidden, dtype=torch.int64, device="cpu")
-        rows, token_ids = to_device(pairs.T, logits.device)
+        rows, token_ids = async_tensor_h2d(pairs.T, logits.device)
         logits[rows, token_ids] = -float("inf")
 
 

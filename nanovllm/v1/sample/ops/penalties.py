@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from nanovllm.v1.sample.ops.async_copy import to_device
+from nanovllm.v1.utils import async_tensor_h2d
 
 
 def apply_all_penalties(
@@ -103,4 +103,4 @@ def _convert_to_tensors(
     padded = np.full((len(lengths), int(lengths.max(initial=0))), vocab_size, dtype=np.int64)
     flat = np.fromiter(chain.from_iterable(output_token_ids), np.int64, count=int(lengths.sum()))
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.where(flat == -1, vocab_size, flat)
-    return to_device(torch.from_numpy(padded), device)
+    return async_tensor_h2d(torch.from_numpy(padded), device)
