@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from nanovllm.triton_utils import tl, triton
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 Prompts = Sequence[list[int]]
 
 
@@ -157,6 +158,16 @@ def emit(
             file.write(text + "\n")
 
 
+@triton.jit
+def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """Adds BLOCK * TILES elements up a program: nothing but reads."""
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(TILES):
+        total += tl.load(x_ptr + first + tile * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total, axis=0))
+
+
 @dataclass
 class Ceilings:
     """What this GPU reaches, measured."""
@@ -170,7 +181,11 @@ class Ceilings:
         import torch
 
         x = torch.randn(1 << 30, device="cuda")
-        read = x.numel() * x.element_size() / _median_seconds(lambda: x.sum())
+        sums = torch.empty(x.numel() // (4096 * 16), device="cuda")
+        seconds = _median_seconds(
+            lambda: read_kernel[sums.shape](x, sums, BLOCK=4096, TILES=16, num_warps=8)
+        )
+        read = x.numel() * x.element_size() / seconds
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         return cls(read, 2 * 8192**3 / _median_seconds(lambda: a @ b))
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench_common import read_kernel
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,7 +38,7 @@ from nanovllm.lab import flash_attention as flash
 from nanovllm.lab import online_softmax as online
 from nanovllm.lab import paged_decode as paged
 from nanovllm.lab import softmax as fused
-from nanovllm.triton_utils import tl, triton
+from nanovllm.triton_utils import triton
 
 DEVICE = torch.device("cuda")
 SOFTMAX_BYTES = 1 << 30
@@ -168,16 +169,6 @@ def check(name: str, error: float, dtype: torch.dtype) -> float:
 # ---- ceilings -----------------------------------------------------------------------------------
 
 
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, TILES: tl.constexpr):
-    """Adds BLOCK * TILES elements up: nothing but reads."""
-    first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(TILES):
-        total += tl.load(x_ptr + first + tile * BLOCK + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, axis=0))
-
-
 def measure_ceilings(bench: Bench, when: str) -> Ceilings:
     x = randn(1 << 29, dtype=torch.float32, seed=0)  # 2 GB
     y = torch.empty_like(x)
@@ -186,7 +177,7 @@ def measure_ceilings(bench: Bench, when: str) -> Ceilings:
     sums = torch.empty(programs, device=DEVICE)
 
     def read(source: torch.Tensor) -> None:
-        _read_kernel[(programs,)](source, sums, BLOCK=4096, TILES=16, num_warps=8)
+        read_kernel[(programs,)](source, sums, BLOCK=4096, TILES=16, num_warps=8)
 
     contenders: dict[str, Calls] = {
         # A kernel that reads and writes: y.copy_(x) in a graph is a job for the copy engine, which
