@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
 from copy import copy
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.engine.arg_utils import EngineArgs, UsageContext
 from nanovllm.exceptions import VLLMValidationError
@@ -32,7 +32,8 @@ from nanovllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from nanovllm.v1.engine.input_processor import InputProcessor, get_prompt_text
 from nanovllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from nanovllm.v1.engine.parallel_sampling import ParentRequest
-from nanovllm.v1.metrics.stats import IterationStats, SchedulerStats
+from nanovllm.v1.metrics.loggers import StatLoggerManager
+from nanovllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,14 +46,6 @@ logger = logging.getLogger(__name__)
 OUTPUT_PROC_CHUNK_SIZE = 128
 
 
-class StatsRecorder(Protocol):
-    """What AsyncLLM needs of nanovllm/v1/metrics/loggers.py."""
-
-    def record(
-        self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
-    ) -> None: ...
-
-
 class AsyncLLM:
     """Use it from one event loop at a time.
 
@@ -62,7 +55,7 @@ class AsyncLLM:
     engine.shutdown()
 
     Attributes:
-        logger_manager: gets every step's statistics; None: nobody does.
+        logger_manager: gets every step's statistics; None with log_stats off.
     """
 
     def __init__(
@@ -85,11 +78,12 @@ class AsyncLLM:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.log_stats = log_stats
-        self.logger_manager: StatsRecorder | None = None
         self.input_processor = InputProcessor(vllm_config)
         self.output_processor = OutputProcessor(self.input_processor.tokenizer, log_stats)
         self.engine_core: AsyncEngineCoreClient = make_async_client(client, vllm_config, log_stats)
         self.output_handler: asyncio.Task[None] | None = None
+        # The last: it tells the size of the KV cache, which the core has chosen.
+        self.logger_manager = StatLoggerManager(vllm_config) if log_stats else None
 
     @classmethod
     def from_engine_args(
@@ -166,6 +160,7 @@ class AsyncLLM:
         request = self.input_processor.process_inputs(
             request_id, prompt, params, arrival_time, priority
         )
+        self.input_processor.assign_request_id(request)
         prompt_text = get_prompt_text(prompt)
         # Here and not in __init__, which may run before there is an event loop.
         self._run_output_handler()

@@ -9,7 +9,8 @@
 With InprocClient and AsyncInprocClient a debugger started on the front end sees the core.
 
 Upstream: vllm/v1/engine/core_client.py (0.23.0)
-Left out: data parallelism. AsyncInprocClient is ours. The two MP clients are in core_client_mp.py.
+Left out: data parallelism. AsyncInprocClient is ours. The MP clients are in core_client_mp.py, for
+they need packages that the others do not.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.exceptions import VLLMValidationError
 from nanovllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from nanovllm.v1.engine.core import EngineCore
-from nanovllm.v1.engine.core_proc import EngineCoreLoop, describe
+from nanovllm.v1.engine.core_loop import EngineCoreLoop, describe
 from nanovllm.v1.engine.exceptions import EngineDeadError
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ SHUTDOWN_TIMEOUT = 30.0
 
 class EngineCoreClient(ABC):
     """What LLMEngine needs of a core, wherever that runs."""
+
+    # The core itself, for tools that look into it (traces); only if it runs in this process.
+    engine_core: EngineCore
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -292,6 +297,30 @@ def _stop_core_thread(
 def make_async_client(
     client: str, vllm_config: VllmConfig, log_stats: bool
 ) -> AsyncEngineCoreClient:
-    """The client of the given kind, "inproc" or "mp"."""
-    assert client == "inproc"
-    return AsyncInprocClient(vllm_config, log_stats)
+    """The client of the given kind, "inproc" or "mp".
+
+    Raises:
+        VLLMValidationError: there is no such kind, or the core cannot be built.
+    """
+    if client == "inproc":
+        return AsyncInprocClient(vllm_config, log_stats)
+    if client != "mp":
+        raise VLLMValidationError(
+            f"client must be 'inproc' or 'mp', got {client!r}.", parameter="client", value=client
+        )
+    from nanovllm.v1.engine.core_client_mp import AsyncMPClient
+
+    return AsyncMPClient(vllm_config, log_stats)
+
+
+def make_client(multiprocess: bool, vllm_config: VllmConfig, log_stats: bool) -> EngineCoreClient:
+    """The client of LLMEngine: a core in this thread, or in a process of its own.
+
+    Raises:
+        VLLMValidationError: the core cannot be built.
+    """
+    if not multiprocess:
+        return InprocClient(vllm_config, log_stats)
+    from nanovllm.v1.engine.core_client_mp import SyncMPClient
+
+    return SyncMPClient(vllm_config, log_stats)

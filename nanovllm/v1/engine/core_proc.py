@@ -1,112 +1,184 @@
-"""The engine core in a thread or process of its own: the busy loop around EngineCore.step.
+"""The engine core in a process of its own.
 
-    input_queue -> [ADD, ABORT, UTILITY ...] -> EngineCore -> EngineCoreOutputs -> put_output
-                   all that is there, then one step, and so on; with nothing to do, wait
+    client               this process
+    input socket   PUSH -> PULL   thread: decode -> input_queue -> EngineCoreLoop (main thread)
+    output socket  PULL <- PUSH   thread: encode <- output_queue <-+
 
-What the client asks for takes effect between two steps, so an aborted request's blocks are free
-before the next one is planned.
+Sockets and msgpack have threads of their own, so that they work while the model does. The first
+message out is an EngineCoreReady, the last, if the core fails, ENGINE_CORE_DEAD; in between come
+EngineCoreOutputs.
 
 Upstream: vllm/v1/engine/core.py, EngineCoreProc (0.23.0)
-Left out: data parallelism, several front ends, an abort queue that is looked at within a step.
+Left out: data parallelism, several front ends, a handshake over a socket of its own (addresses and
+settings come as the process's arguments).
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import queue
-from collections.abc import Callable
+import signal
+import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.v1.engine import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineCoreRequestType,
-    FinishReason,
-    UtilityOutput,
-)
+import msgspec
+import zmq
+
+from nanovllm.exceptions import VLLMValidationError
+from nanovllm.logger import configure_logging
+from nanovllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from nanovllm.v1.engine.core import EngineCore
+from nanovllm.v1.engine.core_loop import EngineCoreLoop, describe, error_outputs
+from nanovllm.v1.engine.tensor_ipc import TensorIpcQueue, TensorIpcReceiver
+from nanovllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    from nanovllm.v1.engine.core import EngineCore
+    from nanovllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
 
-class EngineCoreLoop:
-    """Runs an EngineCore for a client elsewhere.
 
-    Attributes:
-        input_queue: (type, payload): ADD an EngineCoreRequest, ABORT a list of ids, UTILITY
-            (call_id, method's name, args), SHUTDOWN None. Any thread may put.
-    """
+@dataclass
+class EngineCoreAddresses:
+    """Where the client has bound its sockets."""
+
+    input_address: str  # requests, client to core
+    output_address: str  # outputs, core to client
+
+
+@dataclass
+class EngineCoreReady:
+    """The core's first message: what the client has to know of it, or why there is none."""
+
+    num_gpu_blocks: int | None = None
+    error: str | None = None
+    # Of a VLLMValidationError: it is the user's to mend, and raised as such by the client.
+    parameter: str | None = None
+    is_user_error: bool = False
+
+
+class EngineCoreProc:
+    """The core, its loop and the two threads; made in the process itself."""
 
     def __init__(
-        self, engine_core: EngineCore, put_output: Callable[[EngineCoreOutputs], None]
+        self,
+        vllm_config: VllmConfig,
+        log_stats: bool,
+        addresses: EngineCoreAddresses,
+        tensor_queue: TensorIpcQueue,
     ) -> None:
         """
-        Args:
-            put_output: hands a step's outputs, or a call's, to the client; must not wait for it.
+        Raises:
+            Whatever EngineCore does; the client has been told by then.
         """
-        self.engine_core = engine_core
-        self.put_output = put_output
-        self.input_queue: queue.SimpleQueue[tuple[EngineCoreRequestType, Any]] = queue.SimpleQueue()
+        self.addresses = addresses
+        self.tensor_queue = tensor_queue
+        self.output_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.context = zmq.Context()
+        self._output_thread = threading.Thread(target=self._process_output_socket, daemon=True)
+        self._output_thread.start()
+        try:
+            self.loop = EngineCoreLoop(EngineCore(vllm_config, log_stats), self.output_queue.put)
+        except BaseException as error:
+            self.output_queue.put(
+                EngineCoreReady(
+                    error=str(error) if isinstance(error, VLLMValidationError) else describe(error),
+                    parameter=getattr(error, "parameter", None),
+                    is_user_error=isinstance(error, VLLMValidationError),
+                )
+            )
+            self.close()
+            raise
+        threading.Thread(target=self._process_input_socket, daemon=True).start()
+        self.output_queue.put(EngineCoreReady(vllm_config.cache_config.num_gpu_blocks))
 
-    def run_busy_loop(self) -> None:
-        """Until SHUTDOWN. A step's error ends the loop, and is raised: upstream's core dies of it,
-        and so does this one."""
-        while self._process_input_queue():
-            outputs = self.engine_core.step_fn()
-            # Nothing is sent of a step that only told the runner who has ended.
-            if outputs.outputs or outputs.scheduler_stats is not None:
-                self.put_output(outputs)
+    @staticmethod
+    def run_engine_core(
+        vllm_config: VllmConfig,
+        log_stats: bool,
+        addresses: EngineCoreAddresses,
+        tensor_queue: TensorIpcQueue,
+    ) -> None:
+        """The process's main function.
 
-    def has_work(self) -> bool:
-        core = self.engine_core
-        return core.scheduler.has_requests() or bool(core.batch_queue)
+        Ctrl-C in a terminal goes to every process of it; the client decides what becomes of this
+        one. If the client's process dies, so does this one.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_die_with_parent, daemon=True).start()
+        configure_logging()
+        try:
+            proc = EngineCoreProc(vllm_config, log_stats, addresses, tensor_queue)
+        except VLLMValidationError:
+            return  # The client tells the user.
+        try:
+            proc.loop.run_busy_loop()
+        except BaseException as error:
+            logger.exception("The engine core has stopped.")
+            proc.output_queue.put((ENGINE_CORE_DEAD, describe(error).encode()))
+        finally:
+            proc.close()
 
-    def _process_input_queue(self) -> bool:
-        """Take in what has been asked for; wait if there is nothing else to do. False: SHUTDOWN."""
-        while not (self.input_queue.empty() and self.has_work()):
-            request_type, request = self.input_queue.get()
+    def close(self) -> None:
+        """Send what is left to send, then go."""
+        self.output_queue.put(None)
+        self._output_thread.join(timeout=5)
+
+    def _process_input_socket(self) -> None:
+        """Thread: from the socket to the loop."""
+        request_decoder = MsgpackDecoder(
+            EngineCoreRequest, oob_tensor_provider=TensorIpcReceiver(self.tensor_queue)
+        )
+        decoder: MsgpackDecoder[Any] = MsgpackDecoder()
+        socket = self.context.socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.connect(self.addresses.input_address)
+        while True:
+            type_frame, *buffers = socket.recv_multipart()
+            request_type = EngineCoreRequestType(type_frame)
+            try:
+                is_add = request_type is EngineCoreRequestType.ADD
+                request = (request_decoder if is_add else decoder).decode(buffers)
+            except Exception as error:
+                if request_type is not EngineCoreRequestType.ADD:
+                    raise
+                # One request's tensors did not come: it fails, alone.
+                request_id = msgspec.msgpack.Decoder(RequestId).decode(buffers[0]).request_id
+                logger.exception("Request %s could not be decoded.", request_id)
+                self.output_queue.put(error_outputs(request_id, error))
+                continue
+            self.loop.input_queue.put((request_type, request))
             if request_type is EngineCoreRequestType.SHUTDOWN:
-                return False
-            self._handle_client_request(request_type, request)
-        return True
+                return
 
-    def _handle_client_request(self, request_type: EngineCoreRequestType, request: Any) -> None:
-        if request_type is EngineCoreRequestType.ADD:
-            self._add_request(request)
-        elif request_type is EngineCoreRequestType.ABORT:
-            self.engine_core.abort_requests(request)
-        else:
-            self.put_output(EngineCoreOutputs(utility_output=self._call_utility(*request)))
-
-    def _add_request(self, request: EngineCoreRequest) -> None:
-        """An error here is that request's alone."""
-        try:
-            self.engine_core.add_request(request)
-        except Exception as error:
-            logger.exception("The core could not take in request %s.", request.request_id)
-            self.put_output(error_outputs(request.request_id, error))
-
-    def _call_utility(self, call_id: int, method_name: str, args: list[Any]) -> UtilityOutput:
-        """Call a method of the core, or of this loop if the core has none of that name."""
-        owner = self.engine_core if hasattr(self.engine_core, method_name) else self
-        try:
-            return UtilityOutput(call_id, result=getattr(owner, method_name)(*args))
-        except Exception as error:
-            logger.exception("The call of %s failed.", method_name)
-            return UtilityOutput(call_id, failure_message=describe(error))
+    def _process_output_socket(self) -> None:
+        """Thread: from the loop to the socket. The last message is waited for when it ends."""
+        encoder = MsgpackEncoder()
+        socket = self.context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 4000)  # ms, for the last message
+        socket.connect(self.addresses.output_address)
+        while (outputs := self.output_queue.get()) is not None:
+            is_dead = isinstance(outputs, tuple)
+            # copy: the views' arrays may be gone before ZMQ has sent them.
+            socket.send_multipart(outputs if is_dead else encoder.encode(outputs), copy=True)
+        socket.close()
 
 
-def error_outputs(request_id: str, error: Exception) -> EngineCoreOutputs:
-    """The message that ends a request with an error."""
-    output = EngineCoreOutput(
-        request_id, [], finish_reason=FinishReason.ERROR, stop_reason=describe(error)
-    )
-    return EngineCoreOutputs(outputs=[output])
+class RequestId(msgspec.Struct):
+    """The one field read of a request that cannot be decoded."""
+
+    request_id: str
 
 
-def describe(error: BaseException) -> str:
-    """One line for another process's eyes."""
-    return f"{type(error).__name__}: {error}"
+def _die_with_parent() -> None:
+    """Thread: without a client there is nobody to work for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

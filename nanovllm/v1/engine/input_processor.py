@@ -7,11 +7,12 @@ Upstream: vllm/v1/engine/input_processor.py and vllm/renderers/ (0.23.0)
 Left out: multimodal, LoRA, pooling, embedding prompts; truncation of prompts. Random suffixes of
 request ids: upstream makes the id "x" into "x-1f3b52c8" so that users may use one id twice; here an
 id that is in use is refused (`OutputProcessor.add_request`), and a run can be repeated to the
-letter.
+letter. Where the core runs elsewhere the suffix is a count (`assign_request_id`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,6 +40,7 @@ class InputProcessor:
         """
         self.model_config = vllm_config.model_config
         self.generation_config_fields = self.model_config.try_get_generation_config()
+        self._request_counter = itertools.count()
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not self.model_config.skip_tokenizer_init:
             self.tokenizer = get_tokenizer(self.model_config.tokenizer or self.model_config.model)
@@ -78,6 +80,14 @@ class InputProcessor:
             priority=priority,
             external_req_id=request_id,
         )
+
+    def assign_request_id(self, request: EngineCoreRequest) -> None:
+        """Give `request` an id that no other ever had; `external_req_id` stays the user's.
+
+        Needed where a core is steps ahead of what its client has seen: an id that is used again
+        right after an abort would get the last outputs of the request before.
+        """
+        request.request_id = f"{request.external_req_id}-{next(self._request_counter)}"
 
     def _parse_prompt(self, prompt: PromptType) -> dict[str, Any]:
         """Bring every form of prompt into that of a dict, its options checked."""
