@@ -63,7 +63,10 @@ def gen_prompt_decode_to_target_len(
 
 
 class RandomDataset:
-    """Prompts that make no sense and share nothing but, if asked for, a common prefix."""
+    """Prompts that make no sense and share nothing but, if asked for, a common prefix.
+
+    A seed gives the prompts and lengths that it gives `vllm bench serve`.
+    """
 
     def __init__(self, random_seed: int = 0) -> None:
         self._rng = np.random.default_rng(random_seed)
@@ -110,7 +113,7 @@ class RandomDataset:
             prompt, token_ids = gen_prompt_decode_to_target_len(
                 tokenizer,
                 prefix + allowed_tokens[row].tolist(),
-                len(prefix) + int(input_lens[i]),
+                prefix_len + int(input_lens[i]),
                 self._rng,
             )
             request_id = f"{request_id_prefix}{i}"
