@@ -326,11 +326,7 @@ def run_server(engine_args: EngineArgs, args: FrontendArgs) -> None:
     # (Imported here: it brings torch, which --help can do without.)
     from nanovllm.v1.engine.async_llm import AsyncLLM
 
-    if args.max_num_waiting is not None and args.max_num_waiting < 0:
-        raise VLLMValidationError(
-            f"max_num_waiting must not be negative, got {args.max_num_waiting}.",
-            parameter="max_num_waiting",
-        )
+    args.check()
     with contextlib.closing(create_server_socket(args.host, args.port)) as sock:
         asyncio.run(_serve(AsyncLLM, engine_args, args, sock))
 

@@ -8,8 +8,11 @@ Left out: TLS, CORS, root paths, middleware of the user's own, tools and reasoni
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, field, fields
+
+from nanovllm.exceptions import VLLMValidationError
 
 MIB = 1 << 20
 
@@ -45,6 +48,25 @@ class FrontendArgs:
     shutdown_timeout: int = 30
     # Where the engine runs: a thread of this process, or a process of its own.
     engine_client: str = "inproc"
+
+    def check(self) -> None:
+        """
+        Raises:
+            VLLMValidationError: a number is out of range.
+        """
+        limits = {
+            "port": (0, 65535),
+            "max_num_waiting": (0, math.inf),
+            "max_request_size": (1, math.inf),
+            "shutdown_timeout": (0, math.inf),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                bounds = f"at least {least}" if most == math.inf else f"in [{least}, {most}]"
+                raise VLLMValidationError(
+                    f"{name} must be {bounds}, got {value}.", parameter=name, value=value
+                )
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -291,7 +291,8 @@ class OpenAIServingCompletion(OpenAIServing):
         as_token_id: bool | None,
     ) -> CompletionLogProbs:
         """OpenAI's four parallel lists. The prompt's first token has no logprob."""
-        result = CompletionLogProbs()
+        # (Given, so that they count as set: a stream leaves out what is not.)
+        result = CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token_id, position in zip(token_ids, positions, strict=True):
             logprob = None if position is None else position[token_id]
             token = self._token(token_id, logprob, as_token_id)
