@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.v1.metrics.stats import PrefillStats, SchedulerStats
     from nanovllm.v1.outputs import LogprobsLists, LogprobsTensors
@@ -48,6 +50,8 @@ class EngineCoreRequest:
     priority: int = 0
     # The id the user knows; request_id may carry a suffix (n > 1: "0_" + id).
     external_req_id: str | None = None
+    # [num_prompt_tokens, hidden_size]: takes the place of the token ids, which are then all 0.
+    prompt_embeds: torch.Tensor | None = None
 
 
 class EngineCoreEventType(enum.IntEnum):
