@@ -123,8 +123,7 @@ def get_arrival_times(
     if burstiness == math.inf:
         delays = np.full(num_requests, 1.0 / request_rate)
     else:
-        scale = 1.0 / (request_rate * burstiness)
-        delays = rng.gamma(shape=burstiness, scale=scale, size=num_requests)
+        delays = rng.gamma(shape=burstiness, size=num_requests)  # of any mean: scaled below
     times = np.cumsum(delays)
     if times[-1] > 0:
         times *= num_requests / request_rate / times[-1]
