@@ -386,6 +386,7 @@ def _wait_for_admitted(server: LiveServer, number: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_request(server: LiveServer, stream: bool) -> None:
+    before = server.metric("vllm:generation_tokens_total")
     sock = _raw_request(server, prompt="Once", max_tokens=1000, ignore_eos=True, stream=stream, n=3)
     _wait_for_admitted(server, 3)
     if stream:
