@@ -246,8 +246,14 @@ def test_token_buckets_go_up_to_the_longest_request(max_value: int, buckets: lis
     assert build_1_2_5_buckets(max_value) == buckets
 
 
-# The metrics that vLLM's example dashboard reads, and a few more, as spelled in a scrape.
+# All series that vLLM's Grafana dashboard reads (examples/observability/prometheus_grafana), and a
+# few more, as spelled in a scrape.
 NAMES = [
+    *(
+        f"{name}_seconds_{part}"
+        for name in ("e2e_request_latency", "inter_token_latency", "time_to_first_token")
+        for part in ("bucket", "sum", "count")
+    ),
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",
@@ -257,16 +263,13 @@ NAMES = [
     "prompt_tokens_total",
     "generation_tokens_total",
     "request_success_total",
-    "time_to_first_token_seconds_bucket",
-    "inter_token_latency_seconds_bucket",
-    "e2e_request_latency_seconds_bucket",
     "request_prompt_tokens_bucket",
     "request_generation_tokens_bucket",
     "request_queue_time_seconds_sum",
     "request_prefill_time_seconds_sum",
     "request_decode_time_seconds_sum",
     "iteration_tokens_total_bucket",
-    "request_max_num_generation_tokens_bucket",
+    "request_max_num_generation_tokens_sum",
 ]
 
 
