@@ -9,8 +9,8 @@ A chunk counts when it holds a choice, with or without text. What follows the la
 [DONE]) is not waited for in `latency`. A chunk may hold several tokens, so `itl` is between chunks.
 
 The client needs the CPU, too: about 0.1 ms a chunk with httpx on the machine where this was written
-(0.04 ms in vLLM, with aiohttp). Give it a core of its own, and mistrust it at some thousand chunks a
-second.
+(0.04 ms in vLLM, with aiohttp). Give it a core of its own, and mistrust it at some thousand chunks
+a second.
 
 Upstream: vllm/benchmarks/lib/endpoint_request_func.py (0.23.0)
 Left out: other protocols, audio, images, beam search. Ours: an error inside a stream fails the
