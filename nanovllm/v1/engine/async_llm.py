@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Literal
 
@@ -246,6 +247,9 @@ class AsyncLLM:
                 f"The output handler has failed: {type(error).__name__}: {error}"
             )
             dead.__cause__ = error
+            with suppress(EngineDeadError):
+                unfinished = list(self.output_processor.request_states)
+                await self.engine_core.abort_requests_async(unfinished)
             self.engine_core.mark_dead(dead)
             self.output_processor.propagate_error(dead)
 

@@ -287,6 +287,38 @@ def test_a_generator_that_is_dropped_is_aborted(engine: AsyncLLM) -> None:
     run(test)
 
 
+def test_the_end_of_the_event_loop_aborts_what_is_under_way(engine: AsyncLLM) -> None:
+    """And in the next one the engine goes on."""
+    tasks = []
+
+    async def test() -> None:
+        tasks.append(asyncio.create_task(collect(engine, PROMPTS[0], params(200), "x")))
+        while not engine.output_processor.has_unfinished_requests():
+            await asyncio.sleep(0)
+
+    for _ in range(2):
+        run(test)
+        assert tasks.pop().cancelled()
+
+
+def test_with_async_scheduling_too(llm: LLM) -> None:
+    offline = llm.generate(PROMPTS, params(), use_tqdm=False)
+    engine = AsyncLLM.from_engine_args(EngineArgs(**LIMITS, async_scheduling=True))
+
+    async def test() -> None:
+        doomed = engine.generate(PROMPTS[0], params(200, output_kind=DELTA), "doomed")
+        await anext(doomed)
+        good = [collect(engine, prompt, params(), prompt) for prompt in PROMPTS]
+        streams = asyncio.gather(*good)
+        await doomed.aclose()
+        for outputs, expected in zip(await streams, offline, strict=True):
+            assert outputs[-1].outputs == expected.outputs
+
+    run(test)
+    assert_clean(engine)
+    engine.shutdown()
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_abort_from_elsewhere_ends_the_stream(engine: AsyncLLM, n: int) -> None:
     async def test() -> None:
@@ -434,6 +466,8 @@ def test_an_error_of_the_output_handler_itself_ends_the_engine(own_engine: Async
         with pytest.raises(EngineDeadError, match="disk full"):
             await collect(own_engine, PROMPTS[0], params(200), "x")
         assert own_engine.errored
+        while core_of(own_engine).scheduler.requests:  # nobody will take their outputs
+            await asyncio.sleep(0.001)
 
     run(test)
 
