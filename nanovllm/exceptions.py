@@ -22,3 +22,7 @@ class VLLMValidationError(ValueError):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
+
+
+class VLLMNotFoundError(Exception):
+    """What was asked for by name is not there."""

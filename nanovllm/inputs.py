@@ -4,15 +4,20 @@
     [12, 7, 93]                                             token ids
     {"prompt": "Once upon a time", "cache_salt": "alice"}   text with options
     {"prompt_token_ids": [12, 7, 93], "priority": 2}        token ids with options
+    {"prompt_embeds": tensor}                               what stands for token ids in the model
 
 Upstream: vllm/inputs/llm.py (0.23.0)
-Left out: embeddings, encoder-decoder and multimodal prompts. `priority` inside a prompt is ours;
+Left out: encoder-decoder and multimodal prompts, prompts of token ids and embeddings mixed, the
+switch enable_prompt_embeds. `priority` inside a prompt is ours;
 upstream takes it only as an argument of `generate` and `add_request`.
 """
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _PromptOptions(TypedDict):
@@ -37,4 +42,11 @@ class TokensPrompt(_PromptOptions):
     prompt: NotRequired[str]
 
 
-PromptType = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(_PromptOptions):
+    """A prompt given by its embeddings; `prompt` is only what `RequestOutput.prompt` shows."""
+
+    prompt_embeds: torch.Tensor  # [num_tokens, hidden_size]
+    prompt: NotRequired[str]
+
+
+PromptType = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt

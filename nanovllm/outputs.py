@@ -1,14 +1,13 @@
 """What a user gets back: one RequestOutput a prompt, holding one CompletionOutput a sample.
 
 Upstream: vllm/outputs.py (0.23.0)
-Left out: pooling, LoRA, encoder prompts, routed experts, KV-transfer parameters, and
-`RequestOutput.add` (merging of streamed pieces when their reader is slower than the engine).
+Left out: pooling, LoRA, encoder prompts, routed experts, KV-transfer parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanovllm.logprobs import PromptLogprobs, SampleLogprobs
 from nanovllm.v1.metrics.stats import RequestStateStats
@@ -41,6 +40,18 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def joined_with(self, later: CompletionOutput) -> CompletionOutput:
+        """Two deltas of one sample as one."""
+        logprobs = self.logprobs
+        if later.logprobs is not None:
+            logprobs = [*(logprobs or ()), *later.logprobs]
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=[*self.token_ids, *later.token_ids],
+            logprobs=logprobs,
+        )
+
 
 @dataclass
 class RequestOutput:
@@ -68,3 +79,23 @@ class RequestOutput:
     finished: bool
     metrics: RequestStateStats | None = None
     num_cached_tokens: int | None = None
+
+    def add(self, next_output: RequestOutput, aggregate: bool) -> None:
+        """Take in a later output of the same request: its reader is slower than the engine.
+
+        Args:
+            aggregate: samples are joined (deltas); else the later replaces the earlier.
+        """
+        self.finished |= next_output.finished
+        self.prompt_logprobs = self.prompt_logprobs or next_output.prompt_logprobs
+        self.metrics = next_output.metrics
+        self.num_cached_tokens = next_output.num_cached_tokens
+        by_index = {completion.index: i for i, completion in enumerate(self.outputs)}
+        for completion in next_output.outputs:
+            i = by_index.get(completion.index)
+            if i is None:
+                self.outputs.append(completion)
+            elif aggregate:
+                self.outputs[i] = self.outputs[i].joined_with(completion)
+            else:
+                self.outputs[i] = completion

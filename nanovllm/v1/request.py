@@ -16,6 +16,8 @@ from nanovllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReaso
 from nanovllm.v1.metrics.stats import PrefillStats
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.v1.core.kv_cache_utils import BlockHash
     from nanovllm.v1.engine import EngineCoreRequest
@@ -72,16 +74,19 @@ class Request:
         cache_salt: str | None = None,
         priority: int = 0,
         block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+        prompt_embeds: torch.Tensor | None = None,
     ) -> None:
         """
         Args:
             sampling_params: `max_tokens` must be set.
             arrival_time: seconds; breaks ties between equal priorities.
             block_hasher: None when prefix caching is off.
+            prompt_embeds: what the prompt really is, its ids all 0; for the runner.
         """
         assert sampling_params.max_tokens is not None
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.prompt_embeds = prompt_embeds
         self.sampling_params = sampling_params
         self.max_tokens: int = sampling_params.max_tokens
         self.arrival_time = time.time() if arrival_time is None else arrival_time
@@ -129,6 +134,7 @@ class Request:
             cache_salt=request.cache_salt,
             priority=request.priority,
             block_hasher=block_hasher,
+            prompt_embeds=request.prompt_embeds,
         )
 
     def append_output_token_ids(self, token_id: int) -> None:

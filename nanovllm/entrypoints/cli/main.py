@@ -4,7 +4,7 @@ Every verb is a module of this package with `add_parser(subparsers)`; nothing he
 before a verb runs, so that `--help` is instant.
 
 Upstream: vllm/entrypoints/cli/main.py (0.23.0)
-Left out: the verbs of a server and of benchmarks.
+Left out: upstream's other benchmarks, run-batch, collect-env, complete, launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from nanovllm import __version__
-from nanovllm.entrypoints.cli import estimate, generate, tour, trace, walkthrough
+from nanovllm.entrypoints.cli import (
+    bench,
+    chat,
+    estimate,
+    generate,
+    serve,
+    tour,
+    trace,
+    walkthrough,
+)
 from nanovllm.exceptions import VLLMValidationError
 
 EXIT_USER_ERROR = 2
@@ -28,6 +37,8 @@ EPILOG = """\
 Start here:
   nanovllm generate "Once upon a time"      let the model that comes with it tell a story
   nanovllm generate --help                  all that can be set
+  nanovllm chat                             talk with it
+  nanovllm serve                            answer HTTP requests as OpenAI does
 """
 
 
@@ -49,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     generate.add_parser(subparsers)
+    chat.add_parser(subparsers)
+    serve.add_parser(subparsers)
+    bench.add_parser(subparsers)
     estimate.add_parser(subparsers)
     tour.add_parser(subparsers)
     trace.add_parser(subparsers)

@@ -121,8 +121,11 @@ class GPT2Model(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         attn_metadata: Any,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden_states = self.wte(input_ids) + self.wpe(positions)
+        if inputs_embeds is None:
+            inputs_embeds = self.wte(input_ids)
+        hidden_states = inputs_embeds + self.wpe(positions)
         for block in self.h:
             hidden_states = block(hidden_states, kv_caches, attn_metadata)
         return self.ln_f(hidden_states)
@@ -157,10 +160,15 @@ class GPT2LMHeadModel(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         attn_metadata: Any,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """input_ids [num_tokens], positions [num_tokens] -> [num_tokens, hidden_size]; see
         LlamaForCausalLM.forward."""
-        return self.transformer(input_ids, positions, kv_caches, attn_metadata)
+        return self.transformer(input_ids, positions, kv_caches, attn_metadata, inputs_embeds)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size], without the positions' share."""
+        return self.transformer.wte(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], in the model's dtype."""

@@ -247,8 +247,9 @@ class LlamaModel(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         attn_metadata: Any,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden_states = self.embed_tokens(input_ids)
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         residual: torch.Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(
@@ -306,6 +307,7 @@ class LlamaForCausalLM(nn.Module):
         positions: torch.Tensor,
         kv_caches: list[torch.Tensor],
         attn_metadata: Any,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The hidden states that `compute_logits` takes.
 
@@ -314,11 +316,16 @@ class LlamaForCausalLM(nn.Module):
             positions: [num_tokens] int64, each token's index in its own sequence.
             kv_caches: one a layer, shaped as the attention backend wants it.
             attn_metadata: the backend's own.
+            inputs_embeds: [num_tokens, hidden_size], used in place of the ids' embeddings.
 
         Returns:
             [num_tokens, hidden_size]
         """
-        return self.model(input_ids, positions, kv_caches, attn_metadata)
+        return self.model(input_ids, positions, kv_caches, attn_metadata, inputs_embeds)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size]"""
+        return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], in the model's dtype."""

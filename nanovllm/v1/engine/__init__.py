@@ -1,8 +1,8 @@
 """The messages between the front end (LLMEngine) and the core (EngineCore).
 
 Upstream: vllm/v1/engine/__init__.py (0.23.0)
-Left out: msgspec structs (these are plain dataclasses until a process boundary needs them),
-pooling, LoRA, multimodal and data-parallel fields.
+Left out: pooling, LoRA, multimodal and data-parallel fields. Upstream's messages are msgspec
+structs; these are plain dataclasses, which v1/serial_utils.py puts across a process boundary.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.v1.metrics.stats import PrefillStats, SchedulerStats
     from nanovllm.v1.outputs import LogprobsLists, LogprobsTensors
@@ -24,7 +26,7 @@ class FinishReason(enum.IntEnum):
     """Why a request ended, as in OpenAI's `finish_reason`.
 
     STOP: an EOS or stop token, or a stop string. LENGTH: max_tokens or max_model_len reached.
-    ABORT: the client gave up. ERROR: the engine failed.
+    ABORT: the client gave up. ERROR: the core could not take it in (`stop_reason` says why).
     """
 
     STOP = 0
@@ -48,6 +50,8 @@ class EngineCoreRequest:
     priority: int = 0
     # The id the user knows; request_id may carry a suffix (n > 1: "0_" + id).
     external_req_id: str | None = None
+    # [num_prompt_tokens, hidden_size]: takes the place of the token ids, which are then all 0.
+    prompt_embeds: torch.Tensor | None = None
 
 
 class EngineCoreEventType(enum.IntEnum):
@@ -92,13 +96,35 @@ class EngineCoreOutput:
 
 
 @dataclass
+class UtilityOutput:
+    """The answer to a call that is no request, such as reset_prefix_cache."""
+
+    call_id: int
+    failure_message: str | None = None  # None: it went well, and `result` is what it returned
+    result: Any = None
+
+
+@dataclass
 class EngineCoreOutputs:
-    """What one step produced for all requests. `timestamp` is time.monotonic() after the step."""
+    """What one step produced for all requests. `timestamp` is time.monotonic() after the step.
+
+    With `utility_output` it is the answer to a call instead.
+    """
 
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     scheduler_stats: SchedulerStats | None = None
     timestamp: float = 0.0
+    utility_output: UtilityOutput | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:
             self.timestamp = time.monotonic()
+
+
+class EngineCoreRequestType(enum.Enum):
+    """What a client sends to a core that runs in another thread or process."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+    SHUTDOWN = b"\x05"

@@ -4,14 +4,15 @@ Everything a user can get wrong about one request is found here, before the core
 comes out can be scheduled, and will end.
 
 Upstream: vllm/v1/engine/input_processor.py and vllm/renderers/ (0.23.0)
-Left out: multimodal, LoRA, pooling, embedding prompts; truncation of prompts. Random suffixes of
+Left out: multimodal, LoRA, pooling; truncation of prompts. Random suffixes of
 request ids: upstream makes the id "x" into "x-1f3b52c8" so that users may use one id twice; here an
 id that is in use is refused (`OutputProcessor.add_request`), and a run can be repeated to the
-letter.
+letter. Where the core runs elsewhere the suffix is a count (`assign_request_id`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,13 +21,14 @@ from nanovllm.inputs import PromptType
 from nanovllm.sampling_params import INT64_MAX, SamplingParams
 from nanovllm.tokenizers import get_tokenizer
 from nanovllm.v1.engine import EngineCoreRequest
+from nanovllm.v1.engine.prompt_embeds import embeds_cache_salt, process_prompt_embeds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanovllm.config import VllmConfig
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "priority")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt", "priority")
 
 
 class InputProcessor:
@@ -39,6 +41,7 @@ class InputProcessor:
         """
         self.model_config = vllm_config.model_config
         self.generation_config_fields = self.model_config.try_get_generation_config()
+        self._request_counter = itertools.count()
         self.tokenizer: PreTrainedTokenizerBase | None = None
         if not self.model_config.skip_tokenizer_init:
             self.tokenizer = get_tokenizer(self.model_config.tokenizer or self.model_config.model)
@@ -64,7 +67,13 @@ class InputProcessor:
         if arrival_time is None:
             arrival_time = time.time()
         fields = self._parse_prompt(prompt)
-        prompt_token_ids = self._tokenize(fields)
+        cache_salt, prompt_embeds = fields.get("cache_salt"), None
+        if "prompt_embeds" in fields:
+            prompt_embeds = process_prompt_embeds(fields, params, self.model_config)
+            prompt_token_ids = [0] * len(prompt_embeds)
+            cache_salt = embeds_cache_salt(prompt_embeds, cache_salt)
+        else:
+            prompt_token_ids = self._tokenize(fields)
         self._validate_prompt(prompt_token_ids)
         priority = fields.get("priority", priority)
         if type(priority) is not int:
@@ -74,10 +83,19 @@ class InputProcessor:
             prompt_token_ids=prompt_token_ids,
             sampling_params=self._process_params(params, len(prompt_token_ids)),
             arrival_time=arrival_time,
-            cache_salt=fields.get("cache_salt"),
+            cache_salt=cache_salt,
             priority=priority,
             external_req_id=request_id,
+            prompt_embeds=prompt_embeds,
         )
+
+    def assign_request_id(self, request: EngineCoreRequest) -> None:
+        """Give `request` an id that no other ever had; `external_req_id` stays the user's.
+
+        Needed where a core is steps ahead of what its client has seen: an id that is used again
+        right after an abort would get the last outputs of the request before.
+        """
+        request.request_id = f"{request.external_req_id}-{next(self._request_counter)}"
 
     def _parse_prompt(self, prompt: PromptType) -> dict[str, Any]:
         """Bring every form of prompt into that of a dict, its options checked."""
@@ -90,13 +108,14 @@ class InputProcessor:
                 "prompt",
                 prompt,
                 "must be a str, a list of token ids or a dict with one of them under 'prompt' or "
-                f"'prompt_token_ids', but is of type {type(prompt).__name__}",
+                f"'prompt_token_ids' or embeddings under 'prompt_embeds', but is of type "
+                f"{type(prompt).__name__}",
             )
         fields: dict[str, Any] = dict(prompt)
         unknown = [key for key in fields if key not in PROMPT_KEYS]
         if unknown:
             _fail("prompt", unknown, f"has the key {unknown[0]!r}; known: {', '.join(PROMPT_KEYS)}")
-        if "prompt" not in fields and "prompt_token_ids" not in fields:
+        if fields.keys().isdisjoint(("prompt", "prompt_token_ids", "prompt_embeds")):
             _fail("prompt", prompt, "has neither 'prompt' nor 'prompt_token_ids'")
         cache_salt = fields.get("cache_salt")
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):

@@ -10,6 +10,7 @@ Left out: data parallelism, statistics loggers, profiling, sleep mode, LoRA, col
 from __future__ import annotations
 
 import logging
+import os
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from nanovllm.logger import configure_logging
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.v1.engine import EngineCoreRequest
-from nanovllm.v1.engine.core_client import InprocClient
+from nanovllm.v1.engine.core_client import make_client
 from nanovllm.v1.engine.input_processor import InputProcessor, get_prompt_text
 from nanovllm.v1.engine.output_processor import OutputProcessor
 from nanovllm.v1.engine.parallel_sampling import ParentRequest
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENABLE_MULTIPROCESSING = "NANOVLLM_ENABLE_V1_MULTIPROCESSING"
+
 
 class LLMEngine:
     """Drive it with `while engine.has_unfinished_requests(): engine.step()`.
@@ -41,11 +44,14 @@ class LLMEngine:
     they are brought back into step before the error is raised.
     """
 
-    def __init__(self, vllm_config: VllmConfig, log_stats: bool = True) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, log_stats: bool = True, multiprocess_mode: bool = False
+    ) -> None:
         """Load tokenizer and model, allocate the KV cache.
 
         Args:
             log_stats: keep the moments that `RequestOutput.metrics` shows.
+            multiprocess_mode: run the core in a process of its own (needs msgspec and pyzmq).
 
         Raises:
             VLLMValidationError: the model or the settings cannot be used.
@@ -55,7 +61,8 @@ class LLMEngine:
         self.model_config = vllm_config.model_config
         self.input_processor = InputProcessor(vllm_config)
         self.output_processor = OutputProcessor(self.input_processor.tokenizer, log_stats)
-        self.engine_core = InprocClient(vllm_config, log_stats)
+        self.multiprocess_mode = multiprocess_mode
+        self.engine_core = make_client(multiprocess_mode, vllm_config, log_stats)
         self._log_environment()
 
     @classmethod
@@ -64,9 +71,17 @@ class LLMEngine:
         engine_args: EngineArgs,
         usage_context: UsageContext = UsageContext.ENGINE_CONTEXT,
     ) -> LLMEngine:
-        """An engine from a user's arguments; `usage_context` decides the batch size's defaults."""
+        """An engine from a user's arguments; `usage_context` decides the batch size's defaults.
+
+        With NANOVLLM_ENABLE_V1_MULTIPROCESSING=1 in the environment the core gets a process of its
+        own. (Upstream's variable begins with VLLM, and is on by default.)
+        """
         vllm_config = engine_args.create_engine_config(usage_context)
-        return cls(vllm_config, log_stats=not engine_args.disable_log_stats)
+        return cls(
+            vllm_config,
+            log_stats=not engine_args.disable_log_stats,
+            multiprocess_mode=os.environ.get(ENABLE_MULTIPROCESSING) == "1",
+        )
 
     def add_request(
         self,
@@ -99,6 +114,8 @@ class LLMEngine:
         request = self.input_processor.process_inputs(
             request_id, prompt, params, arrival_time, priority
         )
+        if self.multiprocess_mode:
+            self.input_processor.assign_request_id(request)
         prompt_text = get_prompt_text(prompt)
         if request.sampling_params.n == 1:
             self._add_request(request, prompt_text, None, 0)

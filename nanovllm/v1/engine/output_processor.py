@@ -12,36 +12,74 @@ here, one RequestState a (child) request:
 A stop string is seen only here, one step after its last token was sampled, so the core has to be
 told to abort that request (`OutputProcessorOutput.reqs_to_abort`).
 
+With a RequestOutputCollector (AsyncLLM) a request's outputs go there; without one (LLMEngine) they
+are returned.
+
 Upstream: vllm/v1/engine/output_processor.py (0.23.0)
-Left out: RequestOutputCollector (queues of the asynchronous engine), IterationStats (what it does
-to a request's own stats is `RequestState.update_stats`), stream_interval, streaming input, pooling,
-tracing spans, LoRA.
+Left out: stream_interval, streaming input, pooling, tracing spans, LoRA. Upstream lets an error
+that one request causes here end the whole engine; with a collector, it ends that request alone.
 """
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.exceptions import VLLMValidationError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import RequestOutputKind
-from nanovllm.v1.engine import (
-    EngineCoreEventType,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-)
+from nanovllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from nanovllm.v1.engine.detokenizer import IncrementalDetokenizer
+from nanovllm.v1.engine.exceptions import EngineGenerateError
 from nanovllm.v1.engine.logprobs import LogprobsProcessor
 from nanovllm.v1.engine.parallel_sampling import ParentRequest
-from nanovllm.v1.metrics.stats import RequestStateStats
+from nanovllm.v1.metrics.stats import IterationStats, RequestStateStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class RequestOutputCollector:
+    """Hands one request's outputs to the task that consumes them.
+
+        put, put, put        ->  output (one, merged)  ->  get
+        once a step              never a queue             whenever the consumer comes
+
+    A slow consumer finds deltas joined, or of cumulative outputs the newest; so what waits for it
+    is never more than the request's whole output. All n samples of a request share a collector.
+    """
+
+    def __init__(self, output_kind: RequestOutputKind, request_id: str) -> None:
+        self.aggregate = output_kind == RequestOutputKind.DELTA
+        self.request_id = request_id
+        self.output: RequestOutput | Exception | None = None
+        self.ready = asyncio.Event()
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Never waits. An error replaces what is waiting, and nothing comes after it."""
+        if self.output is None or isinstance(output, Exception):
+            self.output = output
+            self.ready.set()
+        elif isinstance(self.output, RequestOutput):
+            self.output.add(output, aggregate=self.aggregate)
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output, and take it; an error is raised."""
+        while (output := self.get_nowait()) is None:
+            await self.ready.wait()
+        return output
+
+    def get_nowait(self) -> RequestOutput | None:
+        """Take what is there; an error is raised."""
+        output, self.output = self.output, None
+        self.ready.clear()
+        if isinstance(output, Exception):
+            raise output
+        return output
 
 
 @dataclass
@@ -63,6 +101,7 @@ class RequestState:
         request_index: int,
         tokenizer: PreTrainedTokenizerBase | None,
         log_stats: bool,
+        queue: RequestOutputCollector | None = None,
     ) -> None:
         params = request.sampling_params
         if not params.detokenize:
@@ -78,24 +117,9 @@ class RequestState:
         self.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
         self.is_prefilling = True
         self.num_cached_tokens = 0
+        self.max_tokens_param = params.max_tokens
+        self.queue = queue
         self.stats = RequestStateStats(arrival_time=request.arrival_time) if log_stats else None
-
-    def update_stats(self, output: EngineCoreOutput, engine_core_timestamp: float) -> None:
-        """Note the moments `output` tells of; `engine_core_timestamp` is its step's end."""
-        stats = self.stats
-        if stats is None:
-            return
-        stats.num_generation_tokens += len(output.new_token_ids)
-        for event in output.events or ():
-            if event.type == EngineCoreEventType.QUEUED:
-                stats.queued_ts = event.timestamp
-            elif event.type == EngineCoreEventType.SCHEDULED and stats.scheduled_ts == 0.0:
-                # Only the first time: after a preemption it is scheduled again.
-                stats.scheduled_ts = event.timestamp
-        if self.is_prefilling:
-            stats.first_token_latency = time.time() - stats.arrival_time
-            stats.first_token_ts = engine_core_timestamp
-        stats.last_token_ts = engine_core_timestamp
 
     def make_request_output(
         self,
@@ -185,15 +209,16 @@ class OutputProcessor:
         prompt: str | None,
         parent_req: ParentRequest | None = None,
         request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
     ) -> None:
         """Begin to expect outputs for `request`, child `request_index` of `parent_req` if that is
-        given.
+        given. They will be put into `queue`, or without one returned by process_outputs.
 
         Raises:
             VLLMValidationError: an unfinished request bears the same id.
         """
         state = RequestState(
-            request, prompt, parent_req, request_index, self.tokenizer, self.log_stats
+            request, prompt, parent_req, request_index, self.tokenizer, self.log_stats, queue
         )
         in_use = request_index == 0 and state.external_req_id in self.external_req_ids
         if in_use or state.request_id in self.request_states:
@@ -208,8 +233,15 @@ class OutputProcessor:
         if parent_req is not None:
             self.parent_requests[parent_req.request_id] = parent_req
 
+    def has_collector(self, queue: RequestOutputCollector) -> bool:
+        """Is a request unfinished whose outputs go to `queue`? (Its id alone may be another's.)"""
+        request_ids = self.external_req_ids.get(queue.request_id, ())
+        return any(self.request_states[i].queue is queue for i in request_ids)
+
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Forget requests by the ids the user gave them; unknown (or finished) ids are ignored.
+
+        Who waits for one of them at a collector gets a last output, with finish_reason "abort".
 
         Returns:
             The core's ids of what was forgotten, all unfinished children for n > 1.
@@ -217,49 +249,128 @@ class OutputProcessor:
         aborted: list[str] = []
         for external_req_id in request_ids:
             for request_id in list(self.external_req_ids.get(external_req_id, ())):
-                self._forget(self.request_states[request_id])
+                state = self.request_states[request_id]
+                self._forget(state)
                 aborted.append(request_id)
+                if state.queue is not None:
+                    output = state.make_request_output([], FinishReason.ABORT, None)
+                    if output is not None:
+                        state.queue.put(output)
         return aborted
 
+    def propagate_error(self, error: Exception) -> None:
+        """The engine is dead: forget every request, and let everyone who waits know, once."""
+        for state in list(self.request_states.values()):
+            self._forget(state)
+            if state.queue is not None:
+                # One each: a raised error collects the traceback of its raiser.
+                own_error = copy(error)
+                own_error.__cause__ = error.__cause__
+                state.queue.put(own_error)
+
     def process_outputs(
-        self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: float
+        self,
+        engine_core_outputs: list[EngineCoreOutput],
+        engine_core_timestamp: float,
+        iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
         """Turn what the core produced in one step into RequestOutputs.
 
         The one loop over the batch in the front end: whatever is done for each request belongs
         here.
+
+        Args:
+            engine_core_timestamp: time.monotonic() at the step's end.
+            iteration_stats: filled in for the loggers; None: there are none.
         """
+        if iteration_stats is None:
+            iteration_stats = IterationStats()  # The requests' own moments are noted through it.
         request_outputs: list[RequestOutput] = []
         reqs_to_abort: list[str] = []
         for engine_core_output in engine_core_outputs:
             state = self.request_states.get(engine_core_output.request_id)
             if state is None:
                 continue  # aborted while the step ran
-
-            state.update_stats(engine_core_output, engine_core_timestamp)
-            if state.is_prefilling:
-                if engine_core_output.prefill_stats is not None:
-                    state.num_cached_tokens = engine_core_output.prefill_stats.num_cached_tokens
-                state.is_prefilling = False
-
-            new_token_ids = engine_core_output.new_token_ids
-            finish_reason = engine_core_output.finish_reason
-            stop_reason = engine_core_output.stop_reason
-            stop_string = state.detokenizer.update(
-                new_token_ids, stop_terminated=finish_reason == FinishReason.STOP
-            )
-            if stop_string is not None:
-                finish_reason, stop_reason = FinishReason.STOP, stop_string
-            state.logprobs_processor.update_from_output(engine_core_output)
-
-            request_output = state.make_request_output(new_token_ids, finish_reason, stop_reason)
+            try:
+                request_output, finish_reason = self._process_output(
+                    state, engine_core_output, engine_core_timestamp, iteration_stats
+                )
+            except Exception as error:
+                if state.queue is None:
+                    raise
+                state.queue.put(error)
+                reqs_to_abort += self.abort_requests([state.external_req_id])
+                continue
             if request_output is not None:
-                request_outputs.append(request_output)
+                if state.queue is not None:
+                    state.queue.put(request_output)
+                else:
+                    request_outputs.append(request_output)
             if finish_reason is not None:
                 self._forget(state)
                 if not engine_core_output.finished:
                     reqs_to_abort.append(state.request_id)
+                self._update_stats_from_finished(state, finish_reason, iteration_stats)
         return OutputProcessorOutput(request_outputs, reqs_to_abort)
+
+    def _process_output(
+        self,
+        state: RequestState,
+        engine_core_output: EngineCoreOutput,
+        engine_core_timestamp: float,
+        iteration_stats: IterationStats,
+    ) -> tuple[RequestOutput | None, FinishReason | None]:
+        """One request's part of `process_outputs`: what to show, and whether it has ended.
+
+        Raises:
+            EngineGenerateError: the core could not take the request in.
+        """
+        new_token_ids = engine_core_output.new_token_ids
+        finish_reason = engine_core_output.finish_reason
+        stop_reason = engine_core_output.stop_reason
+        if finish_reason is FinishReason.ERROR:
+            raise EngineGenerateError(stop_reason)
+
+        # 1) Note its moments.
+        if state.stats is not None:
+            iteration_stats.update_from_output(
+                engine_core_output, engine_core_timestamp, state.is_prefilling, state.stats
+            )
+        if state.is_prefilling:
+            if engine_core_output.prefill_stats is not None:
+                state.num_cached_tokens = engine_core_output.prefill_stats.num_cached_tokens
+            state.is_prefilling = False
+
+        # 2) Detokenize; does the text hold a stop string?
+        stop_string = state.detokenizer.update(
+            new_token_ids, stop_terminated=finish_reason == FinishReason.STOP
+        )
+        if stop_string is not None:
+            finish_reason, stop_reason = FinishReason.STOP, stop_string
+
+        # 3) Logprobs.
+        state.logprobs_processor.update_from_output(engine_core_output)
+
+        # 4) What the user sees of it.
+        return state.make_request_output(new_token_ids, finish_reason, stop_reason), finish_reason
+
+    @staticmethod
+    def _update_stats_from_finished(
+        state: RequestState, finish_reason: FinishReason, iteration_stats: IterationStats
+    ) -> None:
+        if state.stats is None:
+            return
+        iteration_stats.update_from_finished_request(
+            finish_reason,
+            state.external_req_id,
+            len(state.prompt_token_ids),
+            state.max_tokens_param,
+            state.stats,
+            state.num_cached_tokens,
+        )
+        ParentRequest.observe_finished_request(
+            state.parent_req, iteration_stats, state.stats.num_generation_tokens
+        )
 
     def _forget(self, state: RequestState) -> None:
         """Remove one request, and its parent with the last child."""

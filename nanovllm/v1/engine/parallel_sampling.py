@@ -5,7 +5,6 @@ gave a seed, in their seed. The core does not know that they belong together; th
 prompt's KV blocks is the prefix cache's doing.
 
 Upstream: vllm/v1/engine/parallel_sampling.py (0.23.0)
-Left out: statistics over the children.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:
     from nanovllm.outputs import CompletionOutput
     from nanovllm.v1.engine import EngineCoreRequest
+    from nanovllm.v1.metrics.stats import IterationStats
 
 
 class ParentRequest:
@@ -34,6 +34,7 @@ class ParentRequest:
         self.sampling_params = request.sampling_params
         self.child_requests: set[str] = set()
         self.output_aggregator: list[CompletionOutput | None] = [None] * self.n
+        self.max_num_generation_tokens = 0  # the longest sample so far
         self._cached_child_sampling_params: SamplingParams | None = None
 
     @property
@@ -78,3 +79,25 @@ class ParentRequest:
         if not finished:
             return [], False
         return [output for output in self.output_aggregator if output is not None], True
+
+    @staticmethod
+    def observe_finished_request(
+        parent_req: ParentRequest | None,
+        iteration_stats: IterationStats,
+        num_generation_tokens: int,
+    ) -> None:
+        """Count a request of the user's once its last sample has ended.
+
+        Args:
+            parent_req: None: the request has one sample.
+            num_generation_tokens: of the sample that has just ended.
+        """
+        n = 1
+        if parent_req is not None:
+            num_generation_tokens = max(parent_req.max_num_generation_tokens, num_generation_tokens)
+            parent_req.max_num_generation_tokens = num_generation_tokens
+            n = parent_req.n
+            if parent_req.child_requests:
+                return
+        iteration_stats.max_num_generation_tokens_iter.append(num_generation_tokens)
+        iteration_stats.n_params_iter.append(n)

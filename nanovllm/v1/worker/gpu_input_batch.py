@@ -48,6 +48,8 @@ class CachedRequestState:
     output_token_ids: list[int] = field(default_factory=list)
     # Prompt logprobs of the chunks done so far; None before the first and after the last.
     in_progress_prompt_logprobs_cpu: LogprobsTensors | None = None
+    # [num_prompt_tokens, hidden_size] on the host: the prompt's embeddings, its ids all 0.
+    prompt_embeds: torch.Tensor | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

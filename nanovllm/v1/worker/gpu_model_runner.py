@@ -123,6 +123,9 @@ class GPUModelRunner:
         # True: the row's known tokens are not all computed after this step.
         self.discard_request_mask = np.zeros(self.max_num_reqs, dtype=bool)
         self.execute_model_state: ExecuteModelState | None = None
+        self.prompt_embeds_reqs: set[str] = set()  # unfinished requests that have embeddings
+        # (index of the first among the step's packed tokens, embeddings in place of their ids')
+        self.scheduled_embeds: list[tuple[int, torch.Tensor]] = []
 
         capture_sizes: list[int] = []
         can_capture = self.attn_metadata_builder.cudagraph_support is not AttentionCGSupport.NEVER
@@ -152,6 +155,8 @@ class GPUModelRunner:
         """Forget every request: a step has failed, perhaps half way through the rows."""
         self.requests.clear()
         self.num_prompt_logprobs.clear()
+        self.prompt_embeds_reqs.clear()
+        self.scheduled_embeds.clear()
         # The block table stays: CUDA graphs have recorded its address, and that of the slots.
         block_table = self.input_batch.block_table
         block_table.clear()
@@ -297,6 +302,7 @@ class GPUModelRunner:
             dtype=np.int32,
         )
         logits_indices, common_attn_metadata = self._prepare_inputs(num_scheduled_tokens)
+        self._gather_prompt_embeds(num_scheduled_tokens)
         hidden_states = self._model_forward(common_attn_metadata)
         self.execute_model_state = ExecuteModelState(
             scheduler_output, hidden_states, logits_indices
@@ -341,19 +347,33 @@ class GPUModelRunner:
         graph_size = self.cudagraph_dispatcher.dispatch(
             num_tokens, common_attn_metadata.max_query_len
         )
-        if graph_size is not None:
+        if graph_size is not None and not self.scheduled_embeds:
             self.attn_metadata_builder.prepare_for_replay(common_attn_metadata)
             return self._replay(graph_size)[:num_tokens]
         attn_metadata = self.attn_metadata_builder.build(common_attn_metadata)
         return self._model_forward_eager(num_tokens, attn_metadata)
 
     def _model_forward_eager(self, num_tokens: int, attn_metadata: Any) -> torch.Tensor:
-        return self.model(
-            self.input_ids.gpu[:num_tokens],
-            self.positions.gpu[:num_tokens],
-            self.kv_caches,
-            attn_metadata,
-        )
+        input_ids = self.input_ids.gpu[:num_tokens]
+        positions = self.positions.gpu[:num_tokens]
+        if not self.scheduled_embeds:
+            return self.model(input_ids, positions, self.kv_caches, attn_metadata)
+        inputs_embeds = self.model.embed_input_ids(input_ids)  # type: ignore[operator]
+        for start, embeds in self.scheduled_embeds:
+            inputs_embeds[start : start + len(embeds)] = embeds.to(self.device)
+        return self.model(input_ids, positions, self.kv_caches, attn_metadata, inputs_embeds)
+
+    def _gather_prompt_embeds(self, num_scheduled_tokens: np.ndarray) -> None:
+        """Note which of the packed tokens are prompts given by embeddings."""
+        self.scheduled_embeds.clear()
+        for req_id in self.prompt_embeds_reqs:
+            row, request = self.input_batch.req_id_to_index.get(req_id), self.requests[req_id]
+            if row is None or request.prompt_embeds is None:
+                continue
+            start = request.num_computed_tokens
+            embeds = request.prompt_embeds[start : start + num_scheduled_tokens[row]]
+            if len(embeds) > 0:  # else it is decoding
+                self.scheduled_embeds.append((int(self.query_start_loc.np[row]), embeds))
 
     def _replay(self, size: int) -> torch.Tensor:
         return self.cudagraph_dispatcher.replay(size)
@@ -383,6 +403,7 @@ class GPUModelRunner:
         for req_id in scheduler_output.finished_req_ids:
             self.requests.pop(req_id, None)
             self.num_prompt_logprobs.pop(req_id, None)
+            self.prompt_embeds_reqs.discard(req_id)
             self.input_batch.remove_request(req_id)
         # A resumed request never keeps a row: its block table is another one now. (Our scheduler
         # does not preempt and resume within one step; upstream's can, to reset the prefix cache.)
@@ -399,8 +420,11 @@ class GPUModelRunner:
             sampling_params=sampling_params,
             block_ids=list(new_req_data.block_ids),
             num_computed_tokens=new_req_data.num_computed_tokens,
+            prompt_embeds=new_req_data.prompt_embeds,
         )
         self.requests[req_id] = request
+        if request.prompt_embeds is not None:
+            self.prompt_embeds_reqs.add(req_id)
         if sampling_params.prompt_logprobs is not None:
             self.num_prompt_logprobs[req_id] = (
                 self.input_batch.vocab_size

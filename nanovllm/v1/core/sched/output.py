@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.v1.request import Request
 
@@ -29,6 +31,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: list[int]  # the whole block table, cached prefix included
     num_computed_tokens: int  # prefix-cache hit, in tokens
+    prompt_embeds: torch.Tensor | None = None  # [num_prompt_tokens, hidden_size], for ids all 0
 
     @classmethod
     def from_request(cls, request: Request, block_ids: list[int]) -> NewRequestData:
@@ -39,6 +42,7 @@ class NewRequestData:
             sampling_params=request.sampling_params,
             block_ids=block_ids,
             num_computed_tokens=request.num_computed_tokens,
+            prompt_embeds=request.prompt_embeds,
         )
 
 

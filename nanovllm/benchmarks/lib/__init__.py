@@ -1,0 +1,1 @@
+"""How a benchmark talks to a server."""
