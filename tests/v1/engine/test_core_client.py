@@ -238,6 +238,14 @@ def test_an_unknown_client_is_refused() -> None:
         AsyncLLM.from_engine_args(EngineArgs(**LIMITS), client="thread")  # type: ignore[arg-type]
 
 
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.v1.engine.core_client_mp", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.v1.engine.core_proc", raising=False)
+    with pytest.raises(VLLMValidationError, match=r"needs zmq: pip install 'nanovllm\[serve\]'"):
+        AsyncLLM.from_engine_args(EngineArgs(**LIMITS), client="mp")
+
+
 # ---- SyncMPClient ----
 
 
