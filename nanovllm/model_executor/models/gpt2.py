@@ -123,9 +123,8 @@ class GPT2Model(nn.Module):
         attn_metadata: Any,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if inputs_embeds is None:
-            inputs_embeds = self.wte(input_ids)
-        hidden_states = inputs_embeds + self.wpe(positions)
+        hidden_states = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states = hidden_states + self.wpe(positions)
         for block in self.h:
             hidden_states = block(hidden_states, kv_caches, attn_metadata)
         return self.ln_f(hidden_states)
