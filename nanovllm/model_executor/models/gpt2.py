@@ -123,8 +123,10 @@ class GPT2Model(nn.Module):
         attn_metadata: Any,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden_states = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden_states = hidden_states + self.wpe(positions)
+        if inputs_embeds is None:
+            hidden_states = self.wte(input_ids) + self.wpe(positions)
+        else:
+            hidden_states = inputs_embeds + self.wpe(positions)
         for block in self.h:
             hidden_states = block(hidden_states, kv_caches, attn_metadata)
         return self.ln_f(hidden_states)
