@@ -5,7 +5,8 @@
 
 Only the functions that hold a range are watched: by `sys.monitoring` LINE events local to their
 code objects on Python 3.12 and newer, by `sys.settrace` limited to them on 3.11. Values are
-summarised when they are seen, because objects mutate.
+summarised when they are seen, because objects mutate. Threads are seen, too (on 3.11 those that
+begin while the scenario runs); each evaluates in its own time, and the others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import dis
 import gc
 import importlib
 import inspect
+import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -168,6 +171,10 @@ class _OpenPass:
     line: int
 
 
+class _OwnTime(threading.local):
+    busy = False  # evaluating: what this thread runs now is ours
+
+
 class Recorder:
     """Watches ranges while a function runs.
 
@@ -182,8 +189,8 @@ class Recorder:
     ) -> None:
         self.probes = [probe for probe in probes if not probe.static]
         self.on_pass = on_pass
-        self._seq = 0
-        self._busy = False  # evaluating: what runs now is ours
+        self._seqs = itertools.count(1)
+        self._own = _OwnTime()
         self._open: dict[tuple[int, FrameType], _OpenPass] = {}
         # By id: code objects of two loads of one file are equal, but only one of them runs.
         self._codes: dict[int, CodeType] = {}
@@ -273,12 +280,14 @@ class Recorder:
 
     @contextmanager
     def _settrace(self) -> Iterator[None]:
-        previous = sys.gettrace()
+        previous = sys.gettrace(), threading.gettrace()
+        threading.settrace(self.trace_call)
         sys.settrace(self.trace_call)
         try:
             yield
         finally:
-            sys.settrace(previous)
+            sys.settrace(previous[0])
+            threading.settrace(previous[1])  # type: ignore[arg-type]  # None is what it was
 
     def trace_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         """The trace function of 3.11: declines every frame that is not watched."""
@@ -293,7 +302,7 @@ class Recorder:
         return frame.f_trace or self.trace_frame
 
     def _on_line(self, frame: FrameType, line: int) -> None:
-        if self._busy:
+        if self._own.busy:
             return
         self._lines[id(frame.f_code)].add(line)
         for probe in self._at_home.get(id(frame.f_code), ()):
@@ -309,7 +318,7 @@ class Recorder:
                 self._begin(probe, frame, line)
 
     def _on_end(self, frame: FrameType, extra: Namespace) -> None:
-        if self._busy:
+        if self._own.busy:
             return
         for probe in self._at_home.get(id(frame.f_code), ()):
             opened = self._open.pop((id(probe), frame), None)
@@ -318,14 +327,13 @@ class Recorder:
 
     def _begin(self, probe: Probe, frame: FrameType, line: int) -> None:
         probe.num_passes += 1
-        self._seq += 1
         with self._own_time():
             namespace = {**frame.f_globals, **frame.f_locals, "nth": probe.num_passes}
             olds: Namespace = {}
             expressions = [*probe.expect, *([probe.when] if probe.when else [])]
             kept = [(e, e.keep(namespace)) for e in expressions]
             olds = {"kept": {id(e): values for e, values in kept}}
-            record = Pass(self._seq, probe.num_passes, _show(probe, namespace))
+            record = Pass(next(self._seqs), probe.num_passes, _show(probe, namespace))
         self._open[id(probe), frame] = _OpenPass(record, olds, line)
         if self.on_pass is not None:
             self.on_pass(probe, probe.num_passes, frame)
@@ -366,11 +374,11 @@ class Recorder:
 
     @contextmanager
     def _own_time(self) -> Iterator[None]:
-        self._busy = True
+        self._own.busy = True
         try:
             yield
         finally:
-            self._busy = False
+            self._own.busy = False
 
 
 def _show(probe: Probe, namespace: Namespace) -> list[str | None]:

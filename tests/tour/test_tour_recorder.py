@@ -372,3 +372,54 @@ def test_nothing_stays_on_after_a_run_even_if_it_fails(lab):
     with pytest.raises(KeyError):
         it.names["f"]()
     assert len(probe.passes) == 1
+
+
+def test_threads_that_begin_while_it_runs_are_seen(lab):
+    it = lab("""
+        import threading
+
+        def meet(barrier, name):
+            barrier.wait()
+            done = name
+            barrier.wait()
+
+        def f(names):
+            barrier = threading.Barrier(len(names))
+            threads = [threading.Thread(target=meet, args=(barrier, n)) for n in names]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        """)
+    done = it.probe(5, 5, show=["name", "threading.current_thread().name != 'MainThread'"])
+    it.run(lambda: it.names["f"](["a", "b"]), done)
+    assert sorted(p.after for p in done.passes) == [["'a'", "True"], ["'b'", "True"]]
+    assert {p.seq for p in done.passes} == {1, 2}
+
+
+def test_a_thread_that_evaluates_does_not_blind_another(lab):
+    it = lab("""
+        import threading
+
+        def slow(begun, other_is_past):
+            value = 1
+            return value
+
+        def quick(begun, other_is_past):
+            begun.wait(5)
+            value = 2
+            other_is_past.set()
+
+        def f():
+            events = threading.Event(), threading.Event()
+            thread = threading.Thread(target=quick, args=events)
+            thread.start()
+            slow(*events)
+            thread.join()
+        """)
+    # The expression lets the other thread go on, and waits until it has been through its range.
+    slow = it.probe(4, 4, show=["begun.set() or other_is_past.wait(5)"])
+    quick = it.probe(9, 9, show=["value"])
+    it.run(it.names["f"], slow, quick)
+    assert [p.after for p in slow.passes] == [["True"]]
+    assert [p.after for p in quick.passes] == [["2"]]

@@ -124,8 +124,9 @@ class GPT2Model(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if inputs_embeds is None:
-            inputs_embeds = self.wte(input_ids)
-        hidden_states = inputs_embeds + self.wpe(positions)
+            hidden_states = self.wte(input_ids) + self.wpe(positions)
+        else:
+            hidden_states = inputs_embeds + self.wpe(positions)
         for block in self.h:
             hidden_states = block(hidden_states, kv_caches, attn_metadata)
         return self.ln_f(hidden_states)

@@ -16,6 +16,7 @@ they need packages that the others do not.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import logging
 import threading
@@ -23,6 +24,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.exceptions import VLLMValidationError
@@ -308,9 +310,7 @@ def make_async_client(
         raise VLLMValidationError(
             f"client must be 'inproc' or 'mp', got {client!r}.", parameter="client", value=client
         )
-    from nanovllm.v1.engine.core_client_mp import AsyncMPClient
-
-    return AsyncMPClient(vllm_config, log_stats)
+    return _import_mp_clients().AsyncMPClient(vllm_config, log_stats)
 
 
 def make_client(multiprocess: bool, vllm_config: VllmConfig, log_stats: bool) -> EngineCoreClient:
@@ -321,6 +321,16 @@ def make_client(multiprocess: bool, vllm_config: VllmConfig, log_stats: bool) ->
     """
     if not multiprocess:
         return InprocClient(vllm_config, log_stats)
-    from nanovllm.v1.engine.core_client_mp import SyncMPClient
+    return _import_mp_clients().SyncMPClient(vllm_config, log_stats)
 
-    return SyncMPClient(vllm_config, log_stats)
+
+def _import_mp_clients() -> ModuleType:
+    try:
+        return importlib.import_module("nanovllm.v1.engine.core_client_mp")
+    except ModuleNotFoundError as error:
+        raise VLLMValidationError(
+            f"an engine core in a process of its own needs {error.name}: "
+            "pip install 'nanovllm[serve]'.",
+            parameter="client",
+            value="mp",
+        ) from error
