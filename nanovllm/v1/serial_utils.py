@@ -3,7 +3,7 @@
     MsgpackEncoder.encode(message) -> [msgpack, buffer, buffer ...] -> MsgpackDecoder.decode
 
 msgspec writes dataclasses as maps and knows no arrays. Arrays become extensions: a small one holds
-its bytes, a large one the index of a buffer of its own, which is sent as it is, without a copy. A
+its bytes, a large one the index of a buffer of its own, which is sent as it is. A
 tensor may also go by another way altogether (`oob_tensor_consumer`, see engine/tensor_ipc.py).
 
 msgspec gives back maps and lists. A second pass, made once per type out of the type hints, turns
