@@ -356,7 +356,7 @@ class Terminal:
         os.close(slave)
         self.seen = ""
 
-    def expect(self, text: str, timeout: float = 20.0) -> None:
+    def expect(self, text: str, timeout: float = 60.0) -> None:
         """Read until `text` comes after what was expected before."""
         deadline = time.monotonic() + timeout
         while text not in self.seen:
@@ -375,7 +375,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def close(self) -> int:
-        self.process.wait(20)
+        self.process.wait(60)
         os.close(self.master)
         return self.process.returncode
 

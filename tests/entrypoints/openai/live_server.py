@@ -20,7 +20,7 @@ from nanovllm.entrypoints.openai.cli_args import FrontendArgs
 from nanovllm.v1.engine.async_llm import AsyncLLM
 
 MODEL = "tiny-stories"
-TIMEOUT = 30.0
+TIMEOUT = 90.0
 
 
 class LiveServer:

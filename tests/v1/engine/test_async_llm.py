@@ -67,7 +67,7 @@ def assert_clean(engine: AsyncLLM) -> None:
         while not await engine.is_idle():
             await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(until_idle(), 10))
+    asyncio.run(asyncio.wait_for(until_idle(), 60))
     processor, core = engine.output_processor, core_of(engine)
     assert not processor.request_states
     assert not processor.external_req_ids
@@ -79,7 +79,7 @@ def assert_clean(engine: AsyncLLM) -> None:
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 90))
 
 
 def params(max_tokens: int = 24, n: int = 1, **kwargs: Any) -> SamplingParams:
