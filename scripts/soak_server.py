@@ -3,8 +3,10 @@
     python scripts/soak_server.py [--num-requests 3000] [--max-growth-mb 20]
 
 A fifth warms up (allocator, caches); from there on the growth is measured, by
-process_resident_memory_bytes of /metrics. Every third request is a stream, every tenth of which is
-left by its client. Exit code 1: more growth than allowed.
+process_resident_memory_bytes of /metrics. The KV cache is kept small (--num-gpu-blocks), so that
+the warm-up touches all of it: on the CPU the system gives its pages when they are first written.
+Every third request is a stream, every tenth of which is left by its client. Exit code 1: more
+growth than allowed.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--num-requests", type=int, default=3000)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--num-gpu-blocks", type=int, default=400)
     parser.add_argument("--max-growth-mb", type=float, default=20)
     parser.add_argument("--serve-arg", action="append", default=[], help="more of nanovllm serve's")
     args = parser.parse_args()
+    args.serve_arg += ["--num-gpu-blocks-override", str(args.num_gpu_blocks)]
     server = ServerProcess(args)
     try:
         step = args.num_requests // 5

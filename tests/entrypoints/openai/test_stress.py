@@ -51,7 +51,7 @@ def test_streams_beside_cancelled_ones_have_the_offline_tokens(
         i: rng.randrange(6)  # 0: before anything has come
         for i in rng.sample(range(NUM_STREAMS), int(NUM_STREAMS * CANCELLED_SHARE))
     }
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {
             "prompt": [rng.randrange(300, 3000) for _ in range(rng.randint(1, 20))],
             "max_tokens": 300 if i in hang_ups else rng.randint(2, 20),
@@ -63,11 +63,8 @@ def test_streams_beside_cancelled_ones_have_the_offline_tokens(
     ]
     kept = [i for i in range(NUM_STREAMS) if i not in hang_ups]
     expected = llm.generate(
-        [{"prompt_token_ids": bodies[i]["prompt"]} for i in kept],
-        [
-            SamplingParams(**{k: v for k, v in bodies[i].items() if k != "prompt"})  # type: ignore[arg-type]
-            for i in kept
-        ],
+        [bodies[i]["prompt"] for i in kept],
+        [SamplingParams(**{k: v for k, v in bodies[i].items() if k != "prompt"}) for i in kept],
         use_tqdm=False,
     )
 
