@@ -206,7 +206,7 @@ def build_app(args: FrontendArgs) -> FastAPI:
 
 
 def init_app_state(engine_client: AsyncLLM, app: FastAPI, args: FrontendArgs) -> None:
-    """Make the handlers, and the loggers of the engine's statistics.
+    """Make the handlers.
 
     Raises:
         VLLMValidationError: the chat template cannot be used.
@@ -214,11 +214,9 @@ def init_app_state(engine_client: AsyncLLM, app: FastAPI, args: FrontendArgs) ->
     state = app.state
     state.engine_client = engine_client
     state.on_engine_dead = lambda: None
-    state.logger_manager = None
-    if engine_client.log_stats:
-        state.logger_manager = StatLoggerManager(engine_client.vllm_config)
+    state.logger_manager = engine_client.logger_manager
+    if state.logger_manager is not None:
         state.logger_manager.log_engine_initialized()
-        engine_client.logger_manager = state.logger_manager
     state.admission = AdmissionControl(
         engine_client.vllm_config.scheduler_config.max_num_seqs, args.max_num_waiting
     )

@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
-from copy import copy
 from typing import TYPE_CHECKING, Literal
 
 from nanovllm.engine.arg_utils import EngineArgs, UsageContext
@@ -32,7 +31,7 @@ from nanovllm.v1.engine.core_client import AsyncEngineCoreClient, make_async_cli
 from nanovllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from nanovllm.v1.engine.input_processor import InputProcessor, get_prompt_text
 from nanovllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
-from nanovllm.v1.engine.parallel_sampling import ParentRequest
+from nanovllm.v1.engine.parallel_sampling import ParentRequest, split_request
 from nanovllm.v1.metrics.loggers import StatLoggerManager
 from nanovllm.v1.metrics.stats import IterationStats
 
@@ -152,12 +151,6 @@ class AsyncLLM:
     ) -> RequestOutputCollector:
         """Queue a prompt; its outputs will come to the collector. See `generate`."""
         self._raise_if_dead()
-        if not isinstance(request_id, str):
-            raise VLLMValidationError(
-                f"request_id must be a str, but is of type {type(request_id).__name__}.",
-                parameter="request_id",
-                value=request_id,
-            )
         request = self.input_processor.process_inputs(
             request_id, prompt, params, arrival_time, priority
         )
@@ -166,18 +159,10 @@ class AsyncLLM:
         # Here and not in __init__, which may run before there is an event loop.
         self._run_output_handler()
         queue = RequestOutputCollector(request.sampling_params.output_kind, request_id)
-        if request.sampling_params.n == 1:
-            await self._add_request(request, prompt_text, None, 0, queue)
-            return queue
-
-        parent_req = ParentRequest(request)
-        for index in range(parent_req.n):
-            child_request = copy(request)
-            child_request.request_id, child_request.sampling_params = parent_req.get_child_info(
-                index
-            )
+        parent_req, core_requests = split_request(request)
+        for index, core_request in enumerate(core_requests):
             try:
-                await self._add_request(child_request, prompt_text, parent_req, index, queue)
+                await self._add_request(core_request, prompt_text, parent_req, index, queue)
             except BaseException:
                 if index > 0:  # else the id is somebody else's
                     await self.abort(request_id)
@@ -303,13 +288,7 @@ class AsyncLLM:
         Raises:
             VLLMValidationError: the engine was started with skip_tokenizer_init.
         """
-        if self.tokenizer is None:
-            raise VLLMValidationError(
-                "there is no tokenizer, because skip_tokenizer_init is set.",
-                parameter="skip_tokenizer_init",
-                value=True,
-            )
-        return self.tokenizer
+        return self.input_processor.get_tokenizer()
 
     def shutdown(self) -> None:
         """Stop the engine's thread or process, and let go of the model. Requests that are under way

@@ -46,6 +46,20 @@ class InputProcessor:
         if not self.model_config.skip_tokenizer_init:
             self.tokenizer = get_tokenizer(self.model_config.tokenizer or self.model_config.model)
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            VLLMValidationError: the engine was started with skip_tokenizer_init.
+        """
+        if self.tokenizer is None:
+            raise VLLMValidationError(
+                "there is no tokenizer, because skip_tokenizer_init is set.",
+                parameter="skip_tokenizer_init",
+                value=True,
+            )
+        return self.tokenizer
+
     def process_inputs(
         self,
         request_id: str,
@@ -64,6 +78,12 @@ class InputProcessor:
         Raises:
             VLLMValidationError: the request can never run as given.
         """
+        if not isinstance(request_id, str):
+            _fail(
+                "request_id",
+                request_id,
+                f"must be a str, but is of type {type(request_id).__name__}",
+            )
         if arrival_time is None:
             arrival_time = time.time()
         fields = self._parse_prompt(prompt)

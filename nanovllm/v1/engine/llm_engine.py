@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import logging
 import os
-from copy import copy
 from typing import TYPE_CHECKING
 
 from nanovllm import __version__
 from nanovllm.engine.arg_utils import EngineArgs, UsageContext
-from nanovllm.exceptions import VLLMValidationError
 from nanovllm.inputs import PromptType
 from nanovllm.logger import configure_logging
 from nanovllm.outputs import RequestOutput
@@ -25,7 +23,7 @@ from nanovllm.v1.engine import EngineCoreRequest
 from nanovllm.v1.engine.core_client import make_client
 from nanovllm.v1.engine.input_processor import InputProcessor, get_prompt_text
 from nanovllm.v1.engine.output_processor import OutputProcessor
-from nanovllm.v1.engine.parallel_sampling import ParentRequest
+from nanovllm.v1.engine.parallel_sampling import ParentRequest, split_request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,30 +103,16 @@ class LLMEngine:
         Raises:
             VLLMValidationError: the request can never run as given; the engine is as it was.
         """
-        if not isinstance(request_id, str):
-            raise VLLMValidationError(
-                f"request_id must be a str, but is of type {type(request_id).__name__}.",
-                parameter="request_id",
-                value=request_id,
-            )
         request = self.input_processor.process_inputs(
             request_id, prompt, params, arrival_time, priority
         )
         if self.multiprocess_mode:
             self.input_processor.assign_request_id(request)
         prompt_text = get_prompt_text(prompt)
-        if request.sampling_params.n == 1:
-            self._add_request(request, prompt_text, None, 0)
-            return request_id
-
-        parent_req = ParentRequest(request)
-        for index in range(parent_req.n):
-            child_request = copy(request)
-            child_request.request_id, child_request.sampling_params = parent_req.get_child_info(
-                index
-            )
+        parent_req, core_requests = split_request(request)
+        for index, core_request in enumerate(core_requests):
             try:
-                self._add_request(child_request, prompt_text, parent_req, index)
+                self._add_request(core_request, prompt_text, parent_req, index)
             except BaseException:
                 if index > 0:  # else the id is somebody else's
                     self.abort_request([request_id])
@@ -193,13 +177,7 @@ class LLMEngine:
         Raises:
             VLLMValidationError: the engine was started with skip_tokenizer_init.
         """
-        if self.tokenizer is None:
-            raise VLLMValidationError(
-                "there is no tokenizer, because skip_tokenizer_init is set.",
-                parameter="skip_tokenizer_init",
-                value=True,
-            )
-        return self.tokenizer
+        return self.input_processor.get_tokenizer()
 
     def shutdown(self) -> None:
         """Let go of the model and the KV cache; the engine cannot be used afterwards."""

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nanovllm.outputs import CompletionOutput
     from nanovllm.v1.engine import EngineCoreRequest
     from nanovllm.v1.metrics.stats import IterationStats
@@ -101,3 +103,22 @@ class ParentRequest:
                 return
         iteration_stats.max_num_generation_tokens_iter.append(num_generation_tokens)
         iteration_stats.n_params_iter.append(n)
+
+
+def split_request(
+    request: EngineCoreRequest,
+) -> tuple[ParentRequest | None, Iterator[EngineCoreRequest]]:
+    """What the core gets of a user's request: the request itself, or (n > 1) its parent and, one
+    by one, the children. A child is unfinished from the moment it is taken."""
+    if request.sampling_params.n == 1:
+        return None, iter([request])
+    parent_req = ParentRequest(request)
+    return parent_req, (_make_child(request, parent_req, index) for index in range(parent_req.n))
+
+
+def _make_child(
+    request: EngineCoreRequest, parent_req: ParentRequest, index: int
+) -> EngineCoreRequest:
+    child_request = copy(request)
+    child_request.request_id, child_request.sampling_params = parent_req.get_child_info(index)
+    return child_request
