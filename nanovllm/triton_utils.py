@@ -10,6 +10,7 @@ Left out: looking for an active driver; a kernel is launched only on tensors tha
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -40,4 +41,16 @@ def use_triton(x: torch.Tensor) -> bool:
     return x.is_cuda and HAS_TRITON
 
 
-__all__ = ["HAS_TRITON", "tl", "triton", "use_triton"]
+@cache
+def num_compute_units(device: torch.device) -> int:
+    """Multiprocessors of a GPU: how many programs it takes to keep all of it busy. 1 elsewhere
+    (Triton's interpreter).
+
+    Source: num_compute_units in vllm/utils/platform_utils.py.
+    """
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+__all__ = ["HAS_TRITON", "num_compute_units", "tl", "triton", "use_triton"]

@@ -42,6 +42,7 @@ from nanovllm.model_executor.layers.skinny_linear import (
     skinny_linear_cuda,
     skinny_linear_native,
 )
+from nanovllm.triton_utils import num_compute_units
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_SIZE, VOCAB, LAYERS = 1024, 3072, 16, 8, 128, 151936, 28
 Q_SIZE = HEADS * HEAD_SIZE
@@ -309,7 +310,7 @@ class Bench:
         """Microseconds of each linear layer: cuBLAS alone, the configuration that
         `get_skinny_config` chooses, and the three best of all, with what they fuse."""
         self.compile(sweep_configs(k) for _, k in SHAPES.values())
-        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        num_sms = num_compute_units(torch.device("cuda"))
         print("\nlinear layers, us: (BLOCK_N, BLOCK_K, warps, dot)")
         for name, (n, k) in SHAPES.items():
             floor = self.floor_ms(n * k * 2)

@@ -38,7 +38,7 @@ from nanovllm.lab import flash_attention as flash
 from nanovllm.lab import online_softmax as online
 from nanovllm.lab import paged_decode as paged
 from nanovllm.lab import softmax as fused
-from nanovllm.triton_utils import triton
+from nanovllm.triton_utils import num_compute_units, triton
 
 DEVICE = torch.device("cuda")
 SOFTMAX_BYTES = 1 << 30
@@ -440,7 +440,7 @@ def tune_softmax(bench: Bench) -> None:
         def online_calls(config: online.OnlineSoftmaxConfig, data: list[Any] = data) -> Calls:
             return calls_over(partial(online.online_softmax, config=config), data)
 
-        sms = online.num_sms(DEVICE)
+        sms = num_compute_units(DEVICE)
         splits = {1, *(max(1, n * sms // rows) for n in (4, 16, 64))}
         online_configs: list[tuple[int, ...]] = [
             (block, n, warps, stages)
@@ -471,7 +471,7 @@ def tune_attention(bench: Bench) -> None:
 
 def tune_decode(bench: Bench) -> None:
     tiles = [(32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 4, 5), (128, 4, 3), (128, 8, 3), (32, 2, 4)]
-    sms = online.num_sms(DEVICE)
+    sms = num_compute_units(DEVICE)
     for batch, context in DECODE_SIZES:
         kv_bytes = 2 * batch * context * DECODE_KV_HEADS * DECODE_HEAD_SIZE * 2
         make = partial(decode_data, batch, context, bench.args.block_sizes[0])

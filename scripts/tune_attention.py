@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 
-from nanovllm.triton_utils import tl, triton
+from nanovllm.triton_utils import num_compute_units, tl, triton
 from nanovllm.v1.attention.backends.triton_attn import dense_attention, get_query_blocks
 from nanovllm.v1.attention.ops import triton_unified_attention as ops
 from nanovllm.v1.attention.ops.triton_reshape_and_cache_flash import reshape_and_cache_flash
@@ -262,7 +262,7 @@ def candidates_for(workload: Workload, configs: list[Config]) -> Iterator[Config
 
 
 def heuristic(workload: Workload) -> Config:
-    num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    num_sms = num_compute_units(DEVICE)
     if workload.query_len == 1:
         return ops.get_decode_config(
             len(workload.contexts), NUM_KV_HEADS, HEAD_SIZE, DTYPE, num_sms

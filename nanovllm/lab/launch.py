@@ -10,13 +10,6 @@ import torch
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a GPU: how many programs it takes to keep all of it busy. 1 elsewhere."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def check_input(name: str, x: torch.Tensor) -> None:
     """Refuses what the kernels' address arithmetic does not expect.
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.lab.launch import check_input, num_sms, output_like
-from nanovllm.triton_utils import tl, triton
+from nanovllm.lab.launch import check_input, output_like
+from nanovllm.triton_utils import num_compute_units, tl, triton
 
 
 class OnlineSoftmaxConfig(NamedTuple):
@@ -217,7 +217,7 @@ def online_softmax(
         return out
     num_cols = x.shape[-1]
     num_rows = x.numel() // num_cols
-    config = config or choose_config(num_rows, num_cols, x.itemsize, num_sms(x.device))
+    config = config or choose_config(num_rows, num_cols, x.itemsize, num_compute_units(x.device))
     block, num_splits, num_warps, num_stages = config
     if num_splits == 1:
         _online_softmax_kernel[(num_rows,)](

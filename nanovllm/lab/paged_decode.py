@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.lab.flash_attention import attention_reference
-from nanovllm.lab.launch import check_input, num_sms, output_like
-from nanovllm.triton_utils import tl, triton
+from nanovllm.lab.launch import check_input, output_like
+from nanovllm.triton_utils import num_compute_units, tl, triton
 
 
 class PagedDecodeConfig(NamedTuple):
@@ -225,7 +225,9 @@ def paged_decode(
     if out.numel() == 0:
         return out
     max_seq_len = max_seq_len or block_tables.shape[1] * block_size
-    config = config or choose_config(batch, num_kv_heads, max_seq_len, q.dtype, num_sms(q.device))
+    config = config or choose_config(
+        batch, num_kv_heads, max_seq_len, q.dtype, num_compute_units(q.device)
+    )
     block_n, num_splits, num_warps, num_stages = config
     group = num_heads // num_kv_heads
     block_d = max(16, triton.next_power_of_2(head_size))

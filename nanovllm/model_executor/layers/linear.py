@@ -18,11 +18,10 @@ returns it together with a bias that some callers add later.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.model_executor.layers.layernorm import RMSNorm
-from nanovllm.model_executor.layers.skinny_linear import skinny_linear, use_skinny_linear
+from nanovllm.model_executor.layers.skinny_linear import skinny_linear
 from nanovllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 
@@ -51,9 +50,7 @@ class LinearBase(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., input_size] -> [..., output_size]"""
-        if use_skinny_linear(x):
-            return skinny_linear(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return skinny_linear(x, self.weight, self.bias)
 
     def forward_fused(
         self,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.model_executor.layers.skinny_linear import skinny_linear, use_skinny_linear
+from nanovllm.model_executor.layers.skinny_linear import skinny_linear
 from nanovllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 
@@ -23,6 +23,6 @@ class LogitsProcessor(nn.Module):
     def forward(self, lm_head: VocabParallelEmbedding, hidden_states: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] -> [n, vocab_size], in the model's dtype."""
         # The one weight so large that cuBLAS is as good, but for a single row.
-        if hidden_states.shape[0] == 1 and use_skinny_linear(hidden_states):
+        if hidden_states.shape[0] == 1:
             return skinny_linear(hidden_states, lm_head.weight)
         return F.linear(hidden_states, lm_head.weight)

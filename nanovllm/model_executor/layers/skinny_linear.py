@@ -26,7 +26,6 @@ Upstream: csrc/rocm/skinny_gemms.cu (0.23.0), for AMD's GPUs and without the fus
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ import torch.nn.functional as F
 
 from nanovllm.model_executor.layers.layernorm import RMSNorm, round_norm
 from nanovllm.model_executor.layers.pdl import pdl_options
-from nanovllm.triton_utils import tl, triton, use_triton
+from nanovllm.triton_utils import num_compute_units, tl, triton, use_triton
 
 # Up to how many rows it is used; scripts/bench_fused_ops.py measures against cuBLAS.
 SKINNY_MAX_ROWS = 8
@@ -93,13 +92,6 @@ def get_skinny_config(
         warps_along_k = 1 if block_n >= num_warps else num_warps
         block_k = 32 * (16 // element_size) * warps_along_k
     return SkinnyConfig(block_n, block_k, num_warps, use_dot)
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def skinny_linear(
@@ -173,7 +165,7 @@ def skinny_linear_cuda(
         return out
     if config is None:
         config = get_skinny_config(
-            num_rows, weight_rows, input_size, x.element_size(), _num_sms(x.device)
+            num_rows, weight_rows, input_size, x.element_size(), num_compute_units(x.device)
         )
     block_m = triton.next_power_of_2(num_rows)
     block_m = max(block_m, 8) if config.use_dot else block_m

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanovllm.triton_utils import HAS_TRITON
+from nanovllm.triton_utils import HAS_TRITON, num_compute_units
 from nanovllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -120,13 +120,12 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder[TritonAttentionMet
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_sms = 1
+        self.num_sms = num_compute_units(self.device)
         self.dense_multiple: int | None = None
-        if self.device.type == "cuda":
-            properties = torch.cuda.get_device_properties(self.device)
-            self.num_sms = properties.multi_processor_count
-            if has_dense_attention(self.device, self.head_size, self.dtype):
-                self.dense_multiple = DENSE_MULTIPLE
+        if self.device.type == "cuda" and has_dense_attention(
+            self.device, self.head_size, self.dtype
+        ):
+            self.dense_multiple = DENSE_MULTIPLE
         # Allocated once: graphs keep their addresses.
         self.segments = self._allocate_segments(self.max_num_reqs or 1)
         self.req_order = self._allocate_req_order(self.max_num_reqs or 1)
