@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 
 import httpx
+import psutil
 from test_serve_command import LONG, Process
 
 NUM_STREAMS = 8
@@ -57,14 +56,9 @@ def test_a_killed_engine_process_is_told_to_every_stream_and_ends_the_server() -
     try:
 
         def kill() -> None:
-            found = subprocess.run(
-                ["ps", "--ppid", str(process.process.pid), "-o", "pid=,args="],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.splitlines()
-            (engine,) = [line.split()[0] for line in found if "spawn_main" in line]
-            os.kill(int(engine), signal.SIGKILL)
+            children = psutil.Process(process.process.pid).children()
+            (engine,) = [c for c in children if any("spawn_main" in arg for arg in c.cmdline())]
+            engine.kill()
 
         for events in _under_load(process, kill):
             assert events[-1] == "data: [DONE]"
