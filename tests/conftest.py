@@ -31,6 +31,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ and not is_gpu_run(sys.argv[1:]):
     # Triton kernels run too: interpreted, on CPU tensors. Read when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Output is as wide as in a pipe, whatever the terminal that the tests are started from.
+os.environ.pop("COLUMNS", None)
+
 pytest.register_assert_rewrite("tests.spec.blocks", "tests.spec.support")
 
 settings.register_profile(

@@ -36,18 +36,23 @@ from nanovllm.v1.metrics.perf import ExecutionContext, ModelMetrics, utilization
 PIPED_WIDTH = 100
 LABEL_WIDTH = 10  # of the column with the sections' names
 PALETTE = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
-GRID_COLUMNS = 16
+GRID_COLUMNS = 16  # half as many on a narrow page
 NUM_NEXT_SHOWN = 12
 
 LEGEND = """\
 How to read a step
-  budget     one character a token (scaled if there are many), the request's letter; · is unused
-  blocks     A held by request A    2 held by two requests    c cached, held by nobody    · free
-             A* can be found by its content (a later request may hit it)    + taken in this step
-             ## the null block: block tables are padded with it, it holds nothing
-  free queue the blocks in the order in which they will be taken; c: its content will be evicted
-  batch      what the model ran on: tokens of all requests in one row, each with the position in its
-             request and the slot (block * block size + offset) that its key and value go to"""
+  budget     one character a token (scaled if there are many), the request's
+             letter; · is unused
+  blocks     A held by request A            2 held by two requests
+             c cached, held by nobody       · free
+             A* can be found by its content (a later request may hit it)
+             A + taken in this step
+             ## the null block: block tables are padded with it
+  free queue the blocks in the order in which they will be taken; c: its content
+             will be evicted
+  batch      what the model ran on: tokens of all requests in one row, each with
+             the position in its request and the slot (block * block size +
+             offset) that its key and value go to"""
 
 
 def make_console() -> Console:
@@ -233,8 +238,9 @@ class TraceView:
                 f"queue, of {pool.num_blocks - 1}; usage {pool.usage:.0%}"
             )
         ]
-        for first in range(0, pool.num_blocks, GRID_COLUMNS):
-            row = [blocks.get(i) for i in range(first, min(first + GRID_COLUMNS, pool.num_blocks))]
+        columns = GRID_COLUMNS if self._console.width >= PIPED_WIDTH else GRID_COLUMNS // 2
+        for first in range(0, pool.num_blocks, columns):
+            row = [blocks.get(i) for i in range(first, min(first + columns, pool.num_blocks))]
             if not any(row):
                 continue  # of a large pool: nothing to be seen here
             line = Text.assemble((f"{first:5} ", "dim"))

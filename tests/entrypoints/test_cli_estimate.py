@@ -42,6 +42,25 @@ def test_formulas_stand_beside_their_results(estimate: Any) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("columns", ["40", "80", "120"])
+@pytest.mark.parametrize("name", ["tiny-stories", "gpt3-175b"])
+def test_a_narrow_page_folds_formulas_and_cuts_no_name_and_no_number(
+    estimate: Any, name: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = estimate(name, "--training")[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    narrow = estimate(name, "--training")[1]
+    assert "…" not in narrow
+
+    def ends(text: str) -> set[str]:
+        """The last word of each line that has a result: two spaces stand before it."""
+        return {line.split("  ")[-1].strip() for line in text.splitlines() if "  " in line.strip()}
+
+    assert ends(wide) - {""} <= ends(narrow)
+    section = narrow.split("Parameters")[1].split("Prefill")[0]
+    assert max(map(len, section.splitlines())) <= max(int(columns), 56)
+
+
 @pytest.mark.parametrize("name", ["tiny-stories", "gpt3-175b"])
 @pytest.mark.parametrize("dtype", ["auto", "int4"])
 def test_every_option_can_be_given_and_nothing_is_wider_than_the_page(

@@ -47,6 +47,16 @@ def test_every_step_is_shown_and_a_summary(command: Any) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+def test_a_narrow_terminal_gets_a_narrow_grid(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = command("once upon a time", *GREEDY)
+    assert max(map(len, out.splitlines())) <= 80
+    pool = out.split("step 2")[1].split("blocks  ")[1].split("free queue: ")[0].splitlines()[1:-1]
+    assert [int(line.split()[0]) for line in pool] == [0, 8, 16, 24]
+
+
 def test_a_range_of_steps(command: Any) -> None:
     _, out, _ = command("once upon a time", *GREEDY, "--steps", "2-3")
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == ["2", "3"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PIPED_WIDTH = 100
+MIN_WIDTH = 56
 NAME_WIDTH, FORMULA_WIDTH, RESULT_WIDTH = 18, 62, 14
 BATCH_SIZES = (1, 8, 32, 128, 512)
 
@@ -209,12 +210,13 @@ def print_estimate(estimate: Estimate) -> None:
 
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(width=PIPED_WIDTH if piped else None, highlight=False)
+    console.width = max(console.width, MIN_WIDTH)
     dtypes = f"{estimate.metrics.weight_dtype}, keys and values in {estimate.metrics.cache_dtype}"
     console.print(f"[bold]{escape(estimate.shape.name)}[/] in {dtypes}")
     console.print(_legend(estimate.shape), style="dim")
     for section in estimate.sections:
         console.print()
-        console.print(_section_table(section))
+        console.print(_section_table(section, console.width))
         if section.note:
             console.print(section.note, style="dim")
         if section.key == "prefill_bytes":
@@ -253,8 +255,7 @@ def _print_roofline(estimate: Estimate, console: Console, ctx: perf.ExecutionCon
         "",
         f"[bold]{show(ctx.total_num_tokens() / total, 'tok/s')}[/]",
     )
-    console.print()
-    console.print(table)
+    _print_table(table, console)
     console.print(
         f"time = max(FLOP / rate, bytes / bandwidth): {estimate.hardware.name} has "
         f"{estimate.hardware.rate(estimate.metrics.weight_dtype) / 1e12:,.4g} TFLOP/s and "
@@ -286,8 +287,7 @@ def _print_batches(estimate: Estimate, console: Console) -> None:
             show(size / seconds, ""),
             show(1 / seconds, ""),
         )
-    console.print()
-    console.print(table)
+    _print_table(table, console)
 
 
 def _print_hardware(estimate: Estimate, console: Console) -> None:
@@ -320,8 +320,16 @@ def _print_hardware(estimate: Estimate, console: Console) -> None:
             show(decode, "s"),
             show(estimate.batch_size / decode, ""),
         )
+    _print_table(table, console)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    """No column is cut: a terminal that is too narrow breaks the lines, which loses nothing."""
+    width = console.width
+    console.width = max(width, PIPED_WIDTH)
     console.print()
     console.print(table)
+    console.width = width
 
 
 def _legend(shape: ModelShape) -> str:
@@ -345,28 +353,31 @@ def _table(*titles: str) -> Table:
     return table
 
 
-def _section_table(section: Section) -> Table:
+def _section_table(section: Section, page_width: int) -> Table:
     from rich.table import Table
 
+    # On a narrow page the formula is folded; names and results are never cut.
+    formula_width = min(FORMULA_WIDTH, page_width - NAME_WIDTH - RESULT_WIDTH - 4)
     table = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, title_justify="left",
         title=f"[bold]{section.title}[/]", title_style="", show_header=False,
     )  # fmt: skip
-    table.add_column(width=NAME_WIDTH)
-    table.add_column(width=FORMULA_WIDTH, overflow="fold")
+    table.add_column(width=NAME_WIDTH, no_wrap=True)
+    table.add_column(width=formula_width, overflow="fold")
     table.add_column(width=RESULT_WIDTH, justify="right", no_wrap=True)
     for line in section.lines:
         style = "bold" if line.name.startswith("total") else ""
         result = show(line.value, line.unit)
-        table.add_row(line.name, _formula_cell(line, section.symbols), result, style=style)
+        formula = _formula_cell(line, section.symbols, formula_width)
+        table.add_row(line.name, formula, result, style=style)
     return table
 
 
-def _formula_cell(line: Line, symbols: Mapping[str, float]) -> str:
+def _formula_cell(line: Line, symbols: Mapping[str, float], width: int) -> str:
     numbers = fill(line.formula, symbols)
     if numbers == line.formula or re.fullmatch(r"\w+", line.formula):
         return f"[dim]{numbers}[/]"
-    if re.fullmatch(r"\w+( \+ \w+)*", line.formula) and len(line.formula) > FORMULA_WIDTH - 20:
+    if re.fullmatch(r"\w+( \+ \w+)*", line.formula) and len(line.formula) > width - 20:
         return "[dim]the sum of these[/]"
-    gap = " = " if len(line.formula) + len(numbers) + 3 <= FORMULA_WIDTH else "\n= "
+    gap = " = " if len(line.formula) + len(numbers) + 3 <= width else "\n= "
     return f"{line.formula}{gap}[dim]{numbers}[/]"

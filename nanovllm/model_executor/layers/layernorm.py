@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.model_executor.custom_op import CustomOp
-from nanovllm.model_executor.layers.pdl import pdl_options
+from nanovllm.pdl import pdl_options
 from nanovllm.triton_utils import tl, triton
 
 

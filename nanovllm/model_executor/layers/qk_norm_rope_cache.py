@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.model_executor.layers.layernorm import RMSNorm, round_norm
-from nanovllm.model_executor.layers.pdl import pdl_options
 from nanovllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.pdl import pdl_options
 from nanovllm.triton_utils import tl, triton, use_triton
 
 

@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.model_executor.layers.layernorm import RMSNorm, round_norm
-from nanovllm.model_executor.layers.pdl import pdl_options
+from nanovllm.pdl import pdl_options
 from nanovllm.triton_utils import num_compute_units, tl, triton, use_triton
 
 # Up to how many rows it is used; scripts/bench_fused_ops.py measures against cuBLAS.

@@ -463,7 +463,9 @@ def fill(formula: str, symbols: Mapping[str, float]) -> str:
 def _number(value: float) -> str:
     if value >= 1e15:
         return f"{value:.4g}"
-    return f"{value:,}" if value != int(value) else f"{int(value):,}"
+    if value >= 1e6 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,}"
 
 
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:

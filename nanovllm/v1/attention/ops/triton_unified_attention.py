@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.model_executor.layers.pdl import pdl_options
+from nanovllm.pdl import pdl_options
 from nanovllm.triton_utils import tl, triton
 
 LOG2_E = 1.4426950408889634  # exp(x) = exp2(x * LOG2_E), and exp2 is what the hardware has

@@ -137,7 +137,8 @@ class MinTokensLogitsProcessor(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         if self.min_toks:
-            logits[self.logits_slice] = -float("inf")
+            # (See ops/bad_words.py.)
+            logits.index_put_(self.logits_slice, logits.new_full((), -float("inf")))
         return logits
 
 

@@ -35,7 +35,8 @@ def apply_bad_words(
     if forbidden:
         pairs = torch.tensor(forbidden, dtype=torch.int64, device="cpu")
         rows, token_ids = async_tensor_h2d(pairs.T, logits.device)
-        logits[rows, token_ids] = -float("inf")
+        # A number on the right of `=` would be a CPU tensor, and copying it up would wait.
+        logits.index_put_((rows, token_ids), logits.new_full((), -float("inf")))
 
 
 def _ends_with(tokens: list[int], ending: list[int]) -> bool:
