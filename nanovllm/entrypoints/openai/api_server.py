@@ -72,6 +72,11 @@ from nanovllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from nanovllm.v1.metrics import prometheus
 from nanovllm.v1.metrics.loggers import StatLoggerManager
 
+try:
+    from uvloop import new_event_loop
+except ImportError:  # Windows
+    from asyncio import new_event_loop  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from nanovllm.v1.engine.async_llm import AsyncLLM
 
@@ -325,8 +330,11 @@ def run_server(engine_args: EngineArgs, args: FrontendArgs) -> None:
     from nanovllm.v1.engine.async_llm import AsyncLLM
 
     args.check()
-    with contextlib.closing(create_server_socket(args.host, args.port)) as sock:
-        asyncio.run(_serve(AsyncLLM, engine_args, args, sock))
+    with (
+        contextlib.closing(create_server_socket(args.host, args.port)) as sock,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        runner.run(_serve(AsyncLLM, engine_args, args, sock))
 
 
 async def _serve(
@@ -342,6 +350,8 @@ async def _serve(
         server = make_server(app, args)
         host, port = sock.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
+        # Before the line below is written: whoever waits for it may connect at once.
+        sock.listen()
         logger.info(
             "Serving %s on http://%s:%d",
             engine_client.model_config.served_model_name,

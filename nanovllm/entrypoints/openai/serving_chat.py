@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.entrypoints.chat_utils import apply_chat_template
 from nanovllm.entrypoints.openai.error_response import create_error_response
 from nanovllm.entrypoints.openai.protocol import (
+    LAST_EVENT,
     ChatCompletionLogProb,
     ChatCompletionLogProbs,
     ChatCompletionLogProbsContent,
@@ -34,6 +35,7 @@ from nanovllm.entrypoints.openai.protocol import (
     DeltaMessage,
     RenderResponse,
     TokenizeRequest,
+    to_event,
 )
 from nanovllm.entrypoints.openai.serving_engine import (
     MIN_LOGPROB,
@@ -219,7 +221,7 @@ class OpenAIServingChat(OpenAIServing):
         engine_input: EngineInput,
         request_id: str,
         created: int,
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an error that comes in mid-stream is an event, too."""
         role, echo = self._role_and_echo(request)
         num_prompt_tokens = len(engine_input.token_ids)
@@ -227,20 +229,13 @@ class OpenAIServingChat(OpenAIServing):
         cached = 0
         include_usage, continuous_usage = self._include_usage(request)
 
-        def event(
-            choices: list[ChatCompletionResponseStreamChoice], num_generated: int, **others: Any
-        ) -> str:
-            data = ChatCompletionStreamResponse.model_construct(
-                id=request_id,
-                object="chat.completion.chunk",
-                created=created,
-                model=self.model_name,
-                choices=choices,
-                **others,
-            )
+        def event(choice: ChatCompletionResponseStreamChoice, num_generated: int) -> bytes:
+            data = ChatCompletionStreamResponse(request_id, created, self.model_name, [choice])
             if continuous_usage:
                 data.usage = self._usage(num_prompt_tokens, num_generated)
-            return f"data: {data.model_dump_json(exclude_unset=True)}\n\n"
+            if request.return_token_ids and num_generated == 0:
+                data.prompt_token_ids = engine_input.token_ids
+            return to_event(data)
 
         try:
             is_first = True
@@ -248,24 +243,16 @@ class OpenAIServingChat(OpenAIServing):
                 async for _, output in results:
                     if is_first:
                         is_first = False
-                        others = (
-                            {"prompt_token_ids": engine_input.token_ids}
-                            if request.return_token_ids
-                            else {}
-                        )
                         for i in range(request.num_choices()):
-                            delta = DeltaMessage(role=role, content=echo)
-                            choice = ChatCompletionResponseStreamChoice(
-                                index=i, delta=delta, logprobs=None, finish_reason=None
-                            )
-                            yield event([choice], 0, **others)
+                            delta = DeltaMessage(echo, role)
+                            yield event(ChatCompletionResponseStreamChoice(i, delta), 0)
                     cached = output.num_cached_tokens or 0
                     for completion in output.outputs:
                         i = completion.index
                         num_tokens[i] += len(completion.token_ids)
                         choice = ChatCompletionResponseStreamChoice(
                             index=i,
-                            delta=DeltaMessage(content=completion.text),
+                            delta=DeltaMessage(completion.text),
                             logprobs=self._create_chat_logprobs(
                                 request, list(completion.token_ids), completion.logprobs
                             ),
@@ -275,15 +262,16 @@ class OpenAIServingChat(OpenAIServing):
                             choice.stop_reason = completion.stop_reason
                         if request.return_token_ids:
                             choice.token_ids = list(completion.token_ids)
-                        yield event([choice], num_tokens[i])
+                        yield event(choice, num_tokens[i])
             if include_usage:
-                continuous_usage = False
                 usage = self._usage(num_prompt_tokens, sum(num_tokens), cached)
-                yield event([], 0, usage=usage)
+                yield to_event(
+                    ChatCompletionStreamResponse(request_id, created, self.model_name, [], usage)
+                )
         except Exception as e:
             logger.exception("Error in the stream of %s.", request_id)
-            yield f"data: {create_error_response(e).model_dump_json()}\n\n"
-        yield "data: [DONE]\n\n"
+            yield to_event(create_error_response(e))
+        yield LAST_EVENT
 
     # ---- logprobs ----
 

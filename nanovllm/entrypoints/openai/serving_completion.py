@@ -19,10 +19,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.entrypoints.openai.error_response import create_error_response
 from nanovllm.entrypoints.openai.protocol import (
+    LAST_EVENT,
     CompletionLogProbs,
     CompletionRequest,
     CompletionResponse,
@@ -30,6 +31,7 @@ from nanovllm.entrypoints.openai.protocol import (
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
     RenderResponse,
+    to_event,
 )
 from nanovllm.entrypoints.openai.serving_engine import (
     MIN_LOGPROB,
@@ -168,7 +170,7 @@ class OpenAIServingCompletion(OpenAIServing):
         engine_inputs: list[EngineInput],
         request_id: str,
         created: int,
-    ) -> AsyncGenerator[str, None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an error that comes in mid-stream is an event, too."""
         n = request.num_choices()
         num_choices = n * len(engine_inputs)
@@ -178,18 +180,6 @@ class OpenAIServingCompletion(OpenAIServing):
         prompt_logprobs: dict[int, EnginePromptLogprobs] = {}
         cached = dict.fromkeys(range(len(engine_inputs)), 0)
         include_usage, continuous_usage = self._include_usage(request)
-
-        def chunk(
-            choices: list[CompletionResponseStreamChoice], **others: Any
-        ) -> CompletionStreamResponse:
-            return CompletionStreamResponse.model_construct(
-                id=request_id,
-                object="text_completion",
-                created=created,
-                model=self.model_name,
-                choices=choices,
-                **others,
-            )
 
         try:
             async with aclosing(self._generate(engine_inputs)) as results:
@@ -226,22 +216,24 @@ class OpenAIServingCompletion(OpenAIServing):
                         if request.return_token_ids:
                             choice.token_ids = list(completion.token_ids)
                             choice.prompt_token_ids = engine_input.token_ids if is_first else None
-                        data = chunk([choice])
+                        data = CompletionStreamResponse(
+                            request_id, created, self.model_name, [choice]
+                        )
                         if continuous_usage:
                             data.usage = self._usage(len(engine_input.token_ids), num_tokens[i])
-                        yield f"data: {data.model_dump_json(exclude_unset=True)}\n\n"
+                        yield to_event(data)
             if include_usage:
                 usage = self._usage(
                     sum(len(engine_input.token_ids) for engine_input in engine_inputs),
                     sum(num_tokens),
                     sum(cached.values()),
                 )
-                data = chunk([], usage=usage)
-                yield f"data: {data.model_dump_json(exclude_none=True)}\n\n"
+                data = CompletionStreamResponse(request_id, created, self.model_name, [], usage)
+                yield to_event(data)
         except Exception as e:
             logger.exception("Error in the stream of %s.", request_id)
-            yield f"data: {create_error_response(e).model_dump_json()}\n\n"
-        yield "data: [DONE]\n\n"
+            yield to_event(create_error_response(e))
+        yield LAST_EVENT
 
     # ---- text and logprobs of one choice ----
 

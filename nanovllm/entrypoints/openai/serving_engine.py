@@ -110,7 +110,7 @@ class AdmissionControl:
 class EventStream:
     """Server-sent events of an admitted request. Close it, whether it was begun or not."""
 
-    def __init__(self, events: AsyncGenerator[str, None], admission: Admission) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], admission: Admission) -> None:
         self.events = events
         self._admission = admission
 
