@@ -1,14 +1,18 @@
 """What the host writes and the device reads: CpuGpuBuffer; async_tensor_h2d for what comes once.
+And freeze_gc_heap, for processes of the engine's own.
 
 The runner fills its inputs with numpy, in place, in arrays that live as long as the engine, and
 sends them to the device with one asynchronous copy each. On a CPU there is nothing to send: the
 device's twin is the very same memory.
 
-Upstream: vllm/v1/utils.py, and async_tensor_h2d in vllm/utils/torch_utils.py (0.23.0)
+Upstream: vllm/v1/utils.py, async_tensor_h2d in vllm/utils/torch_utils.py, vllm/utils/gc_utils.py
+(0.23.0)
 Left out: process management, ZMQ addresses and usage reports of the same file.
 """
 
 from __future__ import annotations
+
+import gc
 
 import numpy as np
 import torch
@@ -58,3 +62,15 @@ def async_tensor_h2d(tensor: torch.Tensor, device: torch.device) -> torch.Tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def freeze_gc_heap() -> None:
+    """Let garbage collections pass over all that exists now.
+
+    Imported modules and the model are a quarter of a million objects that will not go away; a
+    collection of the oldest generation looks through them for a tenth of a second, and every
+    request waits. For a process that is an engine or a server; in a user's own it would be taking
+    liberties.
+    """
+    gc.collect()
+    gc.freeze()

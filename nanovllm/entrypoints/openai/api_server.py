@@ -340,6 +340,8 @@ def run_server(engine_args: EngineArgs, args: FrontendArgs) -> None:
 async def _serve(
     async_llm: type[AsyncLLM], engine_args: EngineArgs, args: FrontendArgs, sock: socket.socket
 ) -> None:
+    from nanovllm.v1.utils import freeze_gc_heap
+
     engine_client = async_llm.from_engine_args(
         engine_args,
         client=args.engine_client,  # type: ignore[arg-type]  # the flag has these choices
@@ -350,6 +352,7 @@ async def _serve(
         server = make_server(app, args)
         host, port = sock.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
+        freeze_gc_heap()
         # Before the line below is written: whoever waits for it may connect at once.
         sock.listen()
         logger.info(

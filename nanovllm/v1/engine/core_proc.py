@@ -34,6 +34,7 @@ from nanovllm.v1.engine.core import EngineCore
 from nanovllm.v1.engine.core_loop import EngineCoreLoop, describe, error_outputs
 from nanovllm.v1.engine.tensor_ipc import TensorIpcQueue, TensorIpcReceiver
 from nanovllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from nanovllm.v1.utils import freeze_gc_heap
 
 if TYPE_CHECKING:
     from nanovllm.config import VllmConfig
@@ -116,6 +117,7 @@ class EngineCoreProc:
             proc = EngineCoreProc(vllm_config, log_stats, addresses, tensor_queue)
         except VLLMValidationError:
             return  # The client tells the user.
+        freeze_gc_heap()
         try:
             proc.loop.run_busy_loop()
         except BaseException as error:

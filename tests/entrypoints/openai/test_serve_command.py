@@ -42,10 +42,8 @@ class Process:
             raise AssertionError("".join(self.lines))
         self._reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout))
         self._reader.start()
-        # (Bound but not yet listening: the first attempt may be refused.)
-        self.http = httpx.Client(
-            base_url=self.url, timeout=30, transport=httpx.HTTPTransport(retries=5)
-        )
+        # No retries: from that line on the server listens.
+        self.http = httpx.Client(base_url=self.url, timeout=30)
 
     def wait(self) -> int:
         """The exit code."""
