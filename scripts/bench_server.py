@@ -7,9 +7,12 @@
     TTFT         requests at a fixed rate, one connection each; the client's TTFT less the engine's
                  own, which is vllm:time_to_first_token_seconds of /metrics for the same requests
 
-The server is a process of its own. The client is in this one, reads raw sockets and parses nothing
-before the clock has stopped: on a machine with few cores it competes with the server for them, so
-what is measured is an upper bound.
+Both engines schedule alike: the server is given LLM's max_num_seqs and max_num_batched_tokens, its
+own defaults being smaller. The server is a process of its own. The client is in this one and stands
+for clients elsewhere: it parses nothing before the clock has stopped, and for throughput it looks
+at its sockets only every 20 ms. On a machine with few cores it competes with the server for them
+all the same; and a reader asleep in a socket is woken at the writer's cost, which one behind a
+network is not.
 
 One JSON line a result.
 """
@@ -18,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +36,8 @@ import urllib.request
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+POLL_INTERVAL = 0.02  # seconds
 
 
 def make_requests(num: int, seed: int) -> list[dict[str, Any]]:
@@ -95,13 +102,10 @@ class ServerProcess:
 
 async def post(server: ServerProcess, body: dict[str, Any]) -> tuple[float, bytes]:
     """Seconds to the first piece of the answer's body, and the body (chunked or not)."""
-    content = json.dumps(body).encode()
+    content = to_http(body)
     start = time.perf_counter()
     reader, writer = await asyncio.open_connection(server.host, server.port)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-    )
+    writer.write(content)
     head = await reader.readuntil(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200"):
         raise SystemExit((head + await reader.read()).decode())
@@ -113,14 +117,42 @@ async def post(server: ServerProcess, body: dict[str, Any]) -> tuple[float, byte
     return first, b"".join(pieces)
 
 
+def to_http(body: dict[str, Any]) -> bytes:
+    """A request after which the server closes the connection."""
+    content = json.dumps(body).encode()
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+    )
+
+
 def num_tokens(answer: bytes) -> int:
     """The completion's length, as the server has counted it."""
     found = re.findall(rb'"completion_tokens":(\d+)', answer)
     return int(found[-1])
 
 
-async def post_all(server: ServerProcess, bodies: list[dict[str, Any]]) -> list[bytes]:
-    return [answer for _, answer in await asyncio.gather(*(post(server, b) for b in bodies))]
+def post_all(server: ServerProcess, bodies: list[dict[str, Any]]) -> list[bytes]:
+    """The answers, heads included, of requests that are sent all at once."""
+    answers = [bytearray() for _ in bodies]
+    waiting = {}
+    for body, answer in zip(bodies, answers, strict=True):
+        sock = socket.create_connection((server.host, server.port))
+        sock.sendall(to_http(body))
+        sock.setblocking(False)
+        waiting[sock] = answer
+    while waiting:
+        time.sleep(POLL_INTERVAL)
+        for sock in list(waiting):
+            with contextlib.suppress(BlockingIOError):
+                while piece := sock.recv(1 << 16):
+                    waiting[sock] += piece
+                waiting.pop(sock)
+                sock.close()
+    for answer in answers:
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise SystemExit(answer.decode())
+    return [bytes(answer) for answer in answers]
 
 
 def measure_server(server: ServerProcess, requests: list[dict[str, Any]], stream: bool) -> float:
@@ -130,7 +162,7 @@ def measure_server(server: ServerProcess, requests: list[dict[str, Any]], stream
         requests = [body | extra for body in requests]
     server.reset_prefix_cache()
     start = time.perf_counter()
-    answers = asyncio.run(post_all(server, requests))
+    answers = post_all(server, requests)
     seconds = time.perf_counter() - start
     got = [num_tokens(answer) for answer in answers]
     assert got == [body["max_tokens"] for body in requests]
@@ -180,6 +212,10 @@ def main() -> None:
     from nanovllm import LLM
 
     llm = LLM(*args.model, device=args.device)
+    scheduler_config = llm.llm_engine.vllm_config.scheduler_config
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        flag = f"--{name.replace('_', '-')}"
+        args.serve_arg += [flag, str(getattr(scheduler_config, name))]
     server = ServerProcess(args)
     try:
         results: dict[str, list[float]] = {"LLM.generate": [], "server": [], "server, streams": []}

@@ -98,7 +98,6 @@ class RequestSizeMiddleware:
             await self._refuse(scope, receive, send)
             return
         num_received = 0
-        has_begun = False
 
         async def counting_receive() -> Message:
             nonlocal num_received
@@ -108,16 +107,11 @@ class RequestSizeMiddleware:
                 raise _BodyTooLong
             return message
 
-        async def noting_send(message: Message) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
         try:
-            await self.app(scope, counting_receive, noting_send)
+            await self.app(scope, counting_receive, send)
         except _BodyTooLong:
-            if not has_begun:
-                await self._refuse(scope, receive, send)
+            # No handler answers before it has the whole body.
+            await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = RequestTooLargeError(
