@@ -40,6 +40,7 @@ from nanovllm.benchmarks.lib.endpoint_request_func import (
     describe_refusal,
     make_headers,
 )
+from nanovllm.entrypoints.progress import make_progress
 from nanovllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
@@ -292,18 +293,7 @@ def _progress_bar(title: str, total: int, disabled: bool) -> Any:
     if disabled:
         yield None
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn(title), *columns, console=Console(stderr=True)) as progress:
+    with make_progress(title) as progress:
         progress.add_task("", total=total)
         yield progress
 

@@ -1,4 +1,4 @@
-"""The progress bar of LLM.generate.
+"""The progress bars of LLM.generate and of `nanovllm bench serve`.
 
 Upstream: vllm/entrypoints/offline_utils.py (0.23.0), where it is part of _run_engine and made by
 tqdm.
@@ -16,6 +16,29 @@ if TYPE_CHECKING:
     from nanovllm.outputs import RequestOutput
 
 
+def make_progress(title: str, *last_columns: str) -> Progress:
+    """A bar on standard error: title, bar, how many of how many, the time gone and to come."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        *(TextColumn(column) for column in last_columns),
+        console=Console(stderr=True),
+    )
+
+
 class ProgressBar:
     """Prompts done and, of those, input and output tokens a second; on standard error.
 
@@ -29,25 +52,7 @@ class ProgressBar:
         self._progress: Progress | None = None
         if not enabled:
             return
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self._progress = Progress(
-            TextColumn("Processed prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),
-        )
+        self._progress = make_progress("Processed prompts", "{task.fields[speed]}")
         self._task = self._progress.add_task("", total=total, speed=self._speed())
 
     def update(self, output: RequestOutput) -> None:

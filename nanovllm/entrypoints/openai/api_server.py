@@ -326,23 +326,20 @@ def run_server(engine_args: EngineArgs, args: FrontendArgs) -> None:
         VLLMValidationError: the model, the port or another argument cannot be used.
         EngineDeadError: the engine died, and the server with it.
     """
-    # (Imported here: it brings torch, which --help can do without.)
-    from nanovllm.v1.engine.async_llm import AsyncLLM
-
     args.check()
     with (
         contextlib.closing(create_server_socket(args.host, args.port)) as sock,
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
-        runner.run(_serve(AsyncLLM, engine_args, args, sock))
+        runner.run(_serve(engine_args, args, sock))
 
 
-async def _serve(
-    async_llm: type[AsyncLLM], engine_args: EngineArgs, args: FrontendArgs, sock: socket.socket
-) -> None:
+async def _serve(engine_args: EngineArgs, args: FrontendArgs, sock: socket.socket) -> None:
+    # (Imported here: they bring torch, which --help can do without.)
+    from nanovllm.v1.engine.async_llm import AsyncLLM
     from nanovllm.v1.utils import freeze_gc_heap
 
-    engine_client = async_llm.from_engine_args(
+    engine_client = AsyncLLM.from_engine_args(
         engine_args,
         client=args.engine_client,  # type: ignore[arg-type]  # the flag has these choices
     )
